@@ -168,24 +168,26 @@ func (m *Monitor) endCode(c *card, code, why string) bool {
 	return there
 }
 
+// addLevel adds the finding f about a fault that the hardware reports in every answer while it
+// lasts.
+func (m *Monitor) addLevel(c *card, f Finding, when time.Time) {
+	f.Ends, f.First, f.Last = EndsByLevel, when, when
+	m.addFinding(c, f, 1, when)
+}
+
 // setLevel adds the finding f if present is true. Otherwise it ends the card's finding with f's
-// code, and ended reports whether there was one. It is for faults that the hardware reports in
-// every answer while they last.
+// code, and ended reports whether there was one.
 func (m *Monitor) setLevel(c *card, present bool, f Finding, endedWhy string, when time.Time) (ended bool) {
 	if !present {
 		return m.endCode(c, f.Code, endedWhy)
 	}
-	f.Ends, f.First, f.Last = EndsByLevel, when, when
-	m.addFinding(c, f, 1, when)
+	m.addLevel(c, f, when)
 	return false
 }
 
 // applyEvent adds the finding that the event e of the card means, if any, and counts the event.
 func (m *Monitor) applyEvent(c *card, e device.HealthEvent, now time.Time) {
-	at := e.At
-	if at.IsZero() || at.After(now) {
-		at = now
-	}
+	at := notAfter(e.At, now)
 	if e.Kind == device.EventRecoveryAction {
 		m.applyRecovery(c, e.Recovery, at)
 		return

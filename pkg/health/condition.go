@@ -25,7 +25,7 @@ func (m *Monitor) applyRecovery(c *card, a device.RecoveryAction, at time.Time) 
 	}, "the driver's recovery action is now "+string(a))
 	if meaning, asks := recoveryMeaning(a); asks {
 		state, _ := meaning.stateAndEnd()
-		m.setLevel(c, true, Finding{Code: recoveryCode(a), State: state, Reason: meaning.Text, Action: meaning.Action}, "", at)
+		m.addLevel(c, Finding{Code: recoveryCode(a), State: state, Reason: meaning.Text, Action: meaning.Action}, at)
 	} else if c.ResetRequested {
 		m.endByReset(c, at, "the driver no longer asks for a reset")
 	}
@@ -73,10 +73,7 @@ const (
 
 // applyCondition updates the card from its answer to a query, or from the lack of an answer.
 func (m *Monitor) applyCondition(c *card, s device.Condition, now time.Time) {
-	at := s.At
-	if at.IsZero() || at.After(now) {
-		at = now
-	}
+	at := notAfter(s.At, now)
 	if away := s.Reach == device.ReachNotOurs; away != c.OtherDriver {
 		c.OtherDriver = away
 		m.version++
@@ -92,13 +89,13 @@ func (m *Monitor) applyCondition(c *card, s device.Condition, now time.Time) {
 		m.endCode(c, unknownCode, "the GPU answers")
 		m.endCode(c, lostCode, "the GPU answers again")
 		m.applyPartialAnswer(c, s, at)
-		m.setLevel(c, true, Finding{Code: needsResetCode, State: Unhealthy,
-			Reason: "the GPU does not work until it is reset (" + oneLine(s.Error) + ")", Action: reset}, "", at)
+		m.addLevel(c, Finding{Code: needsResetCode, State: Unhealthy,
+			Reason: "the GPU does not work until it is reset (" + oneLine(s.Error) + ")", Action: reset}, at)
 	case device.ReachLost:
 		c.lastQuery, c.lastHeard, c.failingSince = at.Add(-max(s.Took, 0)), now, time.Time{}
 		m.endCode(c, unknownCode, "the GPU is lost")
-		m.setLevel(c, true, Finding{Code: lostCode, State: Lost,
-			Reason: "the GPU is lost (" + cmp.Or(oneLine(s.Error), "NVML cannot reach it") + ")", Action: lostAction}, "", at)
+		m.addLevel(c, Finding{Code: lostCode, State: Lost,
+			Reason: "the GPU is lost (" + cmp.Or(oneLine(s.Error), "NVML cannot reach it") + ")", Action: lostAction}, at)
 	case device.ReachWedged:
 		m.setUnknown(c, "the GPU does not answer ("+cmp.Or(oneLine(s.Error), "an NVML call has not returned")+")", at)
 	default:
@@ -119,10 +116,10 @@ func (m *Monitor) applyPartialAnswer(c *card, s device.Condition, at time.Time) 
 	}
 	if r := s.Remap; r != nil {
 		if r.Pending {
-			m.setLevel(c, true, remapPending, "", at)
+			m.addLevel(c, remapPending, at)
 		}
 		if r.Failed {
-			m.setLevel(c, true, remapFailed, "", at)
+			m.addLevel(c, remapFailed, at)
 		}
 	}
 }

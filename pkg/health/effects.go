@@ -1,7 +1,7 @@
 package health
 
 import (
-	"fmt"
+	"errors"
 	"slices"
 	"strings"
 )
@@ -30,21 +30,15 @@ const DefaultEffects = "lost=NoSchedule,unhealthy=NoSchedule,unknown=none,degrad
 // have their [DefaultEffects].
 func ParseEffects(s string) (Effects, error) {
 	effects := Effects{}
-	for rule := range strings.SplitSeq(DefaultEffects+","+s, ",") {
-		rule = strings.TrimSpace(rule)
-		if rule == "" {
-			continue
+	err := eachRule(DefaultEffects+","+s, func(name, effect string) error {
+		state := slices.IndexFunc(stateNames, func(n string) bool { return strings.EqualFold(n, name) })
+		if state <= int(Healthy) || !slices.Contains([]Effect{NoTaint, Informational, NoSchedule, NoExecute}, Effect(effect)) {
+			return errors.New("want STATE=EFFECT with one of degraded, unknown, unhealthy, lost and one of off, none, NoSchedule, NoExecute")
 		}
-		name, effect, _ := strings.Cut(rule, "=")
-		state := slices.IndexFunc(stateNames, func(n string) bool { return strings.EqualFold(n, strings.TrimSpace(name)) })
-		e := Effect(strings.TrimSpace(effect))
-		if state <= int(Healthy) || !slices.Contains([]Effect{NoTaint, Informational, NoSchedule, NoExecute}, e) {
-			return nil, fmt.Errorf(
-				"rule %q: want STATE=EFFECT with one of degraded, unknown, unhealthy, lost and one of off, none, NoSchedule, NoExecute", rule)
-		}
-		effects[State(state)] = e
-	}
-	return effects, nil
+		effects[State(state)] = Effect(effect)
+		return nil
+	})
+	return effects, err
 }
 
 // BlocksScheduling reports whether a taint for the verdict keeps new Pods off the device.

@@ -2,7 +2,6 @@ package health
 
 import (
 	"cmp"
-	"slices"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -154,10 +153,7 @@ func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 
 // applyWatcher updates the monitor from a report of the watcher process about itself.
 func (m *Monitor) applyWatcher(s device.WatcherState, now time.Time) {
-	at := s.At
-	if at.IsZero() || at.After(now) {
-		at = now
-	}
+	at := notAfter(s.At, now)
 	if s.Driver != "" && s.Driver != m.driver {
 		if m.driver != "" {
 			for _, c := range m.cards {
@@ -201,15 +197,9 @@ func (m *Monitor) EventFailure() string { return m.eventFailure }
 // only counts or times of findings changed.
 func (m *Monitor) Version() uint64 { return m.version }
 
-// recordChange queues a change for [Monitor.Changes]. If the queue already has a start of the same
-// finding, a newer start replaces it, and a newer end replaces an older end.
+// recordChange queues a change for [Monitor.Changes].
 func (m *Monitor) recordChange(change Change) {
 	m.version++
-	same := func(c Change) bool {
-		return c.Card == change.Card && c.Over == change.Over && c.Finding.Code == change.Finding.Code &&
-			c.Finding.Part.suffix() == change.Finding.Part.suffix()
-	}
-	m.changes = slices.DeleteFunc(m.changes, same)
 	if len(m.changes) >= maxChanges {
 		m.changes = m.changes[1:]
 	}

@@ -1,6 +1,7 @@
 package health
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -162,23 +163,32 @@ type Rules map[uint64]Weight
 // unhealthy. If a code occurs twice, its last rule wins.
 func ParseRules(s string) (Rules, error) {
 	rules := Rules{}
-	for rule := range strings.SplitSeq(s, ",") {
-		rule = strings.TrimSpace(rule)
-		if rule == "" {
+	err := eachRule(s, func(code, weight string) error {
+		n, err := strconv.ParseUint(code, 10, 32)
+		if err != nil {
+			return errors.New("want CODE=WEIGHT with the number of an XID, as in 109=app")
+		}
+		if !slices.Contains([]Weight{Ignored, Reported, Degrading, Breaking}, Weight(weight)) {
+			return fmt.Errorf("%q is none of ignore, app, degraded, unhealthy", weight)
+		}
+		rules[n] = Weight(weight)
+		return nil
+	})
+	return rules, err
+}
+
+// eachRule calls use with the parts of each rule in a list such as "a=b,c=d".
+func eachRule(list string, use func(name, value string) error) error {
+	for rule := range strings.SplitSeq(list, ",") {
+		name, value, _ := strings.Cut(rule, "=")
+		if strings.TrimSpace(rule) == "" {
 			continue
 		}
-		code, weight, found := strings.Cut(rule, "=")
-		n, err := strconv.ParseUint(strings.TrimSpace(code), 10, 32)
-		if !found || err != nil {
-			return nil, fmt.Errorf("rule %q: want CODE=WEIGHT with the number of an XID, as in 109=app", rule)
+		if err := use(strings.TrimSpace(name), strings.TrimSpace(value)); err != nil {
+			return fmt.Errorf("rule %q: %w", strings.TrimSpace(rule), err)
 		}
-		w := Weight(strings.TrimSpace(weight))
-		if !slices.Contains([]Weight{Ignored, Reported, Degrading, Breaking}, w) {
-			return nil, fmt.Errorf("rule %q: %q is none of ignore, app, degraded, unhealthy", rule, w)
-		}
-		rules[n] = w
 	}
-	return rules, nil
+	return nil
 }
 
 // XID returns the meaning of an XID, with the weight from the admin's rules if there is one.

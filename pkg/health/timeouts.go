@@ -33,7 +33,7 @@ func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
 	if c.find(lostCode) != nil {
 		return // that the card is lost says more than unknown
 	}
-	m.setLevel(c, true, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, "", at)
+	m.addLevel(c, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, at)
 }
 
 // checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds
@@ -59,11 +59,11 @@ func (m *Monitor) checkTimeouts(c *card, now time.Time) {
 		m.setUnknown(c, "the GPU has not answered for a while", now)
 	}
 	if !c.fabricMissingSince.IsZero() && now.Sub(c.fabricMissingSince) >= fabricTimeout {
-		m.setLevel(c, true, Finding{
+		m.addLevel(c, Finding{
 			Code: fabricCode, Part: Part{Links: true}, State: Unhealthy,
 			Reason: "the GPU has not joined its NVLink fabric, and CUDA does not start without it",
 			Action: "check nvidia-fabricmanager on the node",
-		}, "", now)
+		}, now)
 	}
 }
 
@@ -105,4 +105,13 @@ func oneLine(s string) string {
 		s = strings.ToValidUTF8(s[:maxLength], "") + "…"
 	}
 	return s
+}
+
+// notAfter returns the time of a signal, or now if the signal has none or one of a clock that was
+// set back since.
+func notAfter(at, now time.Time) time.Time {
+	if at.IsZero() || at.After(now) {
+		return now
+	}
+	return at
 }

@@ -8,18 +8,16 @@
 package hook
 
 import (
-	"bytes"
 	"crypto/rand"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
@@ -43,8 +41,7 @@ type Hook struct {
 // New returns a Hook. source is the path in the image. target is the path on the host, at which the
 // plugin sees the file too.
 func New(source, target string) *Hook {
-	dir, name := filepath.Split(target)
-	return &Hook{source: source, target: target, copy: filepath.Join(dir, copyPrefix(name)+rand.Text())}
+	return &Hook{source: source, target: target, copy: copyPrefix(target) + rand.Text()}
 }
 
 // Install copies the program to its target. changed is false if the target was already equal and
@@ -64,7 +61,7 @@ func (h *Hook) Install() (changed bool, err error) {
 
 func (h *Hook) install() (changed bool, err error) {
 	source, target := h.source, h.target
-	want, err := digest(source)
+	want, err := digestOf(source)
 	if err != nil {
 		return false, fmt.Errorf("read the hook binary: %w", err)
 	}
@@ -77,7 +74,7 @@ func (h *Hook) install() (changed bool, err error) {
 		return false, fmt.Errorf("use the hook's directory on the host: %w", err)
 	}
 	if durable.CheckFile(target) == nil {
-		if have, err := digest(target); err == nil && bytes.Equal(have, want) && executable(target) {
+		if have, err := digestOf(target); err == nil && have == want && executable(target) {
 			return false, nil
 		}
 	}
@@ -145,34 +142,22 @@ func (h *Hook) Remove() error {
 // unfinished lists the unfinished copies: those that a plugin instance is writing or that a killed
 // one left.
 func (h *Hook) unfinished() []string {
-	dir, name := filepath.Split(h.target)
-	entries, err := os.ReadDir(filepath.Clean(dir))
-	if err != nil {
-		return nil // if the error lasts, the installation reports it
-	}
-	var paths []string
-	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), copyPrefix(name)) {
-			paths = append(paths, dir+e.Name())
-		}
-	}
+	paths, _ := filepath.Glob(copyPrefix(h.target) + "*") // The only error is an invalid pattern.
 	return paths
 }
 
-// copyPrefix returns the prefix in the names of unfinished copies of the hook called name.
-func copyPrefix(name string) string { return "." + name + ".tmp-" }
+// copyPrefix returns the beginning of the paths of unfinished copies of the hook at target.
+func copyPrefix(target string) string {
+	return filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".tmp-")
+}
 
-func digest(path string) ([]byte, error) {
+func digestOf(path string) (digest.Digest, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, err
+		return "", err
 	}
 	defer func() { _ = f.Close() }()
-	h := sha256.New()
-	if _, err := io.Copy(h, f); err != nil {
-		return nil, err
-	}
-	return h.Sum(nil), nil
+	return digest.FromReader(f)
 }
 
 // replace copies the source next to the target and renames the copy to target. So a half-written
