@@ -20,8 +20,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -190,7 +190,7 @@ func TestCallsQueueBehindClaimWaitingForGPU(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t)
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
+				other, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -230,7 +230,7 @@ func TestClaimWaitingForGPUBlocksNoOther(t *testing.T) {
 		w := newWorld(t)
 		withMPS(w)
 		p := w.plugin(t)
-		hanging, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu1)...)
+		hanging, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu1)...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -369,7 +369,7 @@ func TestPrepareRereadsClaimAfterWait(t *testing.T) {
 				w := newWorld(t)
 				w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(same.UID))
+				other, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(same.UID))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -450,7 +450,7 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
 		p := w.plugin(t)
-		other, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
+		other, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -474,12 +474,12 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 func TestLockWaitEndsWithTheCall(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
-	claims, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-a"))
+	claims, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock("uid-a"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer claims.Release()
-	gpus, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
+	gpus, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,11 +1,16 @@
 package prepare
 
 import (
+	"context"
+	"errors"
 	"slices"
 	"strings"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -13,21 +18,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// checkConflicts returns an error if another claim uses a device of claim c, or one that cannot
-// exist together with it. If sameAllocation is true, c was prepared with the same devices before.
-// The caller holds the GPUs' locks.
-func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAllocation bool) error {
+// conflictPoll is how often a waiting Prepare checks whether a conflicting claim was unprepared.
+const conflictPoll = 50 * time.Millisecond
+
+// checkConflicts returns an error if another claim uses a device of the claim, or one that
+// cannot exist together with it. If sameAllocation is true, the claim was prepared with the same
+// devices before. The caller holds the GPUs' locks.
+func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 	entries, err := p.node.Records.ListForGPUs(pl.record.GPUs()...)
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	others := slices.DeleteFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == c.UID })
+	others := slices.DeleteFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == pl.record.ClaimUID })
 	for i, d := range pl.record.Devices {
 		if d.AdminAccess {
 			continue
 		}
-		if err := p.checkShare(pl, i, others, sameAllocation); err != nil {
-			return err
+		if pl.requests[i].name.Share {
+			if err := p.checkShare(pl, i, others, sameAllocation); err != nil {
+				return err
+			}
 		}
 		for _, e := range others {
 			conflict, conflicts := findConflict(pl.requests[i], e.Devices)
@@ -53,14 +63,10 @@ func (p *Preparer) checkConflicts(c *resourceapi.ResourceClaim, pl *plan, sameAl
 	return nil
 }
 
-// checkShare returns an error if device i is a share and other claims on the device leave too
-// little capacity, have an unreadable record, or have shares of the other sort (with or without
-// limits). If sameAllocation is true, the claim had this share before, so capacity does not matter.
+// checkShare returns an error if other claims on the shared device i leave too little capacity,
+// have an unreadable record, or have shares of the other sort (with or without limits). If sameAllocation is true, the claim had this share before, so capacity does not matter.
 func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAllocation bool) error {
 	d := pl.record.Devices[i]
-	if !pl.requests[i].name.Share {
-		return nil
-	}
 	var holders []checkpoint.Record
 	for _, e := range others {
 		if !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
@@ -125,4 +131,60 @@ func findConflict(req deviceRequest, occupied []string) (string, bool) {
 		return "", false
 	}
 	return occupied[i], true
+}
+
+// prepareAfterConflict waits for the claims that "refused", the error of the last attempt, names.
+// Each time one of them was unprepared, it tries to prepare c again.
+func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device,
+	err error) {
+	waiting, cancel := context.WithTimeout(ctx, p.opts.ConflictWait)
+	defer cancel()
+	err = refused
+	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
+		devices, err = p.prepare(ctx, p.node.Hardware.Snapshot(), c, true)
+	}
+	return devices, err
+}
+
+// conflictError is an error that names the claims in the way. A retry can succeed only after one of
+// these claims was unprepared.
+type conflictError interface {
+	error
+	blockers() []blockingClaim
+}
+
+// blockingClaim is a claim that must be unprepared before another claim can be prepared.
+type blockingClaim struct {
+	uid  types.UID
+	name string
+}
+
+// waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
+// returns false if ctx ends or the plugin stops first, or if the record of one of these claims
+// cannot be read.
+func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim) bool {
+	if len(holders) == 0 || ctx.Err() != nil {
+		return false
+	}
+	names := make([]string, len(holders))
+	for i, h := range holders {
+		names[i] = h.name
+	}
+	klog.FromContext(ctx).Info("Waiting for another claim to be unprepared", "claims", names)
+	poll := time.NewTicker(conflictPoll)
+	defer poll.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-p.opts.Stopping:
+			return false
+		case <-poll.C:
+		}
+		for _, h := range holders {
+			if _, found, err := p.node.Records.Load(h.uid); err != nil || !found {
+				return err == nil
+			}
+		}
+	}
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -66,7 +66,7 @@ func checkConsistent(t *testing.T, w *world, p *plugin, uid types.UID) (prepared
 // leaveLockFile creates the lock file that a killed process would leave.
 func leaveLockFile(t *testing.T, w *world, claim string) {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(w.locks, claimlock.ClaimName(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(w.locks, prepare.ClaimLock(types.UID("uid-"+claim)).File), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -155,7 +155,7 @@ func (p *Preparer) eachPartition(ctx context.Context, env *steps.Env, pl *plan,
 		if req.name.Partition == nil {
 			continue
 		}
-		state, err := env.Cards.Get(ctx, req.gpu.Card())
+		state, err := env.CardState(ctx, req.gpu.Card())
 		if err != nil {
 			return cause.OrStep(err)
 		}

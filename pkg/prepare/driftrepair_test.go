@@ -13,7 +13,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -161,7 +161,7 @@ func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
 		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
+			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(newClaim(fmt.Sprint(start)).UID))
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -10,7 +10,7 @@ import (
 	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -26,14 +26,15 @@ type plan struct {
 	record   checkpoint.Record
 	// requests has one entry for each of record.Devices, at the same index.
 	requests []deviceRequest
+	// partitioned means that any of the devices is a partition.
+	partitioned bool
+	// sharing says which settings, MPS daemons and limits the claim asks for. It is empty in a plan
+	// made from a record.
+	sharing sharing
 	// steps are the parts of the preparation, such as creating a MIG instance, without the last one,
 	// which writes the claim's CDI spec.
 	steps []steps.Step
-	// sharing says which settings, MPS daemons and limits the claim asks for. It is nil in a plan made
-	// from a record.
-	sharing   *sharing
-	spec      *steps.ClaimSpec
-	baseEdits specs.ContainerEdits
+	spec  *steps.ClaimSpec
 }
 
 // deviceRequest is one allocated device, with its GPU and the steps that create its partition.
@@ -66,7 +67,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	if err != nil {
 		return nil, cause.Wrap(cause.Claim, err)
 	}
-	pl := &plan{spec: &steps.ClaimSpec{}, record: checkpoint.Record{
+	pl := &plan{snapshot: snapshot, record: checkpoint.Record{
 		ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.node.BootID,
 	}}
 	if len(allocation.Results) == 0 {
@@ -75,7 +76,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	if !snapshot.Ready {
 		return nil, steps.NotReady(snapshot)
 	}
-	pl.snapshot, pl.baseEdits = snapshot, snapshot.Node.Common
+	shares := false
 	for _, r := range allocation.Results {
 		if r.Pool != p.opts.Pool {
 			return nil, cause.Errorf(cause.Claim,
@@ -87,81 +88,45 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
 		}
-		if err := checkConfigKind(r, req.name); err != nil {
-			return nil, cause.Wrap(cause.Claim, err)
-		}
-		if err := pl.checkCompatible(r, req); err != nil {
-			return nil, cause.Wrap(cause.Claim, err)
-		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
-			GPU: req.name.GPU, GPUUUID: req.gpu.UUID, Fraction: isFraction(r, req.name),
+			GPU: req.name.GPU, GPUUUID: req.gpu.UUID,
+		}
+		for i, other := range pl.record.Devices {
+			if err := checkCompatible(other, pl.requests[i], d, req); err != nil {
+				return nil, cause.Wrap(cause.Claim, err)
+			}
 		}
 		if req.name.Share && !r.AdminAccess {
+			// MPS enforces the limits of a fraction, which is a share with a limited part of the memory.
+			_, d.Fraction = r.Capacity[device.CapacityMemory]
 			d.ConsumedCapacity, req.totals = r.Capacity, p.opts.ShareTotals(req.gpu, req.name)
 		}
+		strategy, _, _ := requestedSharing(r.Config)
+		shares = shares || req.name.Share || strategy != v1beta1.SharingNone
+		pl.partitioned = pl.partitioned || req.name.Partition != nil
 		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}
-	if pl.sharing, err = p.planSharing(c.UID, pl, allocation.Results); err != nil {
-		if cause.Of(err) == cause.Other {
-			err = cause.Wrap(cause.Claim, err)
+	if shares {
+		if pl.sharing, err = p.planSharing(pl, allocation.Results); err != nil {
+			return nil, cause.Wrap(cause.Claim, err)
 		}
-		return nil, err
 	}
-	pl.spec.Clients = pl.sharing.clients
 	return pl, nil
 }
 
-// checkCompatible refuses the result r if its device, req, cannot exist together with another
-// device of the claim.
-func (pl *plan) checkCompatible(r claim.Result, req deviceRequest) error {
-	for i, other := range pl.record.Devices {
-		switch {
-		case r.AdminAccess || other.AdminAccess || pl.requests[i].name.GPU != req.name.GPU:
-		case req.name.Share && other.Device == r.Device && !ptr.Equal(other.ShareID, r.ShareID):
-		case other.Device == r.Device:
-			return fmt.Errorf("requests %s and %s were both allocated device %s", other.Request, r.Request, r.Device)
-		case device.Conflict(pl.requests[i].name, req.name, req.gpu):
-			return fmt.Errorf("requests %s and %s were allocated devices %s and %s, which cannot exist at the same time", other.Request, r.Request,
-				other.Device, r.Device)
-		}
+// checkCompatible returns an error if two devices of one claim cannot exist together.
+func checkCompatible(a checkpoint.Device, reqA deviceRequest, b checkpoint.Device, reqB deviceRequest) error {
+	switch {
+	case a.AdminAccess || b.AdminAccess || a.GPU != b.GPU:
+	case reqA.name.Share && a.Device == b.Device && !ptr.Equal(a.ShareID, b.ShareID):
+	case a.Device == b.Device:
+		return fmt.Errorf("requests %s and %s were both allocated device %s", a.Request, b.Request, a.Device)
+	case device.Conflict(reqA.name, reqB.name, reqB.gpu):
+		return fmt.Errorf("requests %s and %s were allocated devices %s and %s, which cannot exist at the same time", a.Request, b.Request,
+			a.Device, b.Device)
 	}
 	return nil
-}
-
-// buildSpec fills in the CDI edits of the claim's spec, and the MIG UUIDs of its record. The caller
-// must have applied all steps that create partitions, because only then are the UUIDs known.
-func (p *Preparer) buildSpec(pl *plan) error {
-	pl.spec.Devices = nil
-	for i := range pl.record.Devices {
-		d, req := &pl.record.Devices[i], pl.requests[i]
-		own := req.gpuEdits
-		if req.name.Partition != nil {
-			part, err := req.partition()
-			if err != nil {
-				return err
-			}
-			d.MIGUUID = part.compute.UUID
-			own = p.opts.Edits.MIG(own, part.instance, part.compute)
-		}
-		for _, more := range p.clientEdits(pl.spec.Clients, i) {
-			own = mergeEdits(own, more)
-		}
-		if d.AdminAccess {
-			own = mergeEdits(own, p.opts.Edits.Monitor())
-		}
-		pl.spec.AddDevice(steps.SpecDevice{Name: cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID), Edits: own})
-	}
-	return nil
-}
-
-// mergeEdits returns a with the environment, device nodes, mounts and hooks of b added.
-func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
-	a.Env = slices.Concat(a.Env, b.Env)
-	a.DeviceNodes = slices.Concat(a.DeviceNodes, b.DeviceNodes)
-	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
-	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
-	return a
 }
 
 func (req deviceRequest) partition() (*partition, error) {
@@ -195,19 +160,9 @@ func (pl *plan) deviceUUID(name string) (string, error) {
 	return "", cause.Errorf(cause.Device, "device %s is not among the claim's devices", name)
 }
 
-// hasPartitions reports whether any of the claim's devices is a partition.
-func (pl *plan) hasPartitions() bool {
-	for _, req := range pl.requests {
-		if req.name.Partition != nil {
-			return true
-		}
-	}
-	return false
-}
-
 // allSteps returns all steps of the plan. The last one writes the CDI spec.
 func (pl *plan) allSteps() []steps.Step {
-	return append(append([]steps.Step(nil), pl.steps...), pl.spec)
+	return append(slices.Clone(pl.steps), pl.spec)
 }
 
 // findDevice looks up the device's GPU in the inventory. It returns false if the GPU is not there.

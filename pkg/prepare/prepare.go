@@ -10,7 +10,6 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
@@ -19,15 +18,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
-
-// conflictPoll is how often a waiting Prepare checks whether a conflicting claim was unprepared.
-const conflictPoll = 50 * time.Millisecond
 
 // readClaimTime limits how long Prepare waits for the API server. It is far below the kubelet's
 // timeout of 45 s, so that an error still reaches the kubelet.
@@ -51,76 +45,15 @@ func (p *Preparer) Prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 	return devices, nil
 }
 
-// prepareAfterConflict waits for the claims that "refused", the error of the last attempt, names.
-// Each time one of them was unprepared, it tries to prepare c again.
-func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.ResourceClaim, refused error) (devices []kubeletplugin.Device,
-	err error) {
-	waiting, cancel := context.WithTimeout(ctx, p.opts.ConflictWait)
-	defer cancel()
-	err = refused
-	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
-		devices, err = p.prepare(ctx, p.node.Hardware.Snapshot(), c, true)
-	}
-	return devices, err
-}
-
-// conflictError is an error that names the claims in the way. A retry can succeed only after one of
-// these claims was unprepared.
-type conflictError interface {
-	error
-	blockers() []blockingClaim
-}
-
-// blockingClaim is a claim that must be unprepared before another claim can be prepared.
-type blockingClaim struct {
-	uid  types.UID
-	name string
-}
-
-// waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
-// returns false if ctx ends or the plugin stops first, or if the record of one of these claims
-// cannot be read.
-func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim) bool {
-	if len(holders) == 0 || ctx.Err() != nil {
-		return false
-	}
-	names := make([]string, len(holders))
-	for i, h := range holders {
-		names[i] = h.name
-	}
-	klog.FromContext(ctx).Info("Waiting for another claim to be unprepared", "claims", names)
-	poll := time.NewTicker(conflictPoll)
-	defer poll.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return false
-		case <-p.opts.Stopping:
-			return false
-		case <-poll.C:
-		}
-		for _, h := range holders {
-			if _, found, err := p.node.Records.Load(h.uid); err != nil || !found {
-				return err == nil
-			}
-		}
-	}
-}
-
 // prepare tries once to prepare the claim. If "waited" is true, the claim may have changed since c
 // was read from the API server, so prepare reads it again.
 func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim,
 	waited bool) ([]kubeletplugin.Device, error) {
-	locks, err := claimlock.Claim(ctx, p.opts.Locks, c.UID)
+	locks, err := p.LockClaim(ctx, c.UID)
 	if err != nil {
 		return nil, err
 	}
 	defer locks.Release()
-	return p.prepareLocked(ctx, locks, snapshot, c, waited)
-}
-
-func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim,
-	waited bool) ([]kubeletplugin.Device, error) {
 	if err := checkReserved(c); err != nil {
 		return nil, err
 	}
@@ -128,58 +61,50 @@ func (p *Preparer) prepareLocked(ctx context.Context, locks *lock.Guard, snapsho
 	if err != nil {
 		return nil, err
 	}
+	if ctx.Err() != nil {
+		return nil, canceledError(ctx)
+	}
 	// No other call can unprepare the claim while it is locked, so the API server's answer stays valid
 	// until this call has locked the GPUs. Asking before that keeps other claims on the GPUs from
 	// waiting for the API server.
-	if err := p.checkTimely(ctx, c, waited || locks.Waited); err != nil {
+	if waited || locks.Waited || p.opts.Claims.UnpreparedSince(ctx, c.UID) {
+		if err := p.checkUnchanged(ctx, c); err != nil {
+			return nil, err
+		}
+	}
+	old, found, err := p.node.Records.Load(c.UID)
+	unreadable := new(statefile.UnreadableError)
+	switch {
+	case errors.As(err, &unreadable):
+		if err := p.quarantineRecord(ctx, c.UID, unreadable); err != nil {
+			return nil, err
+		}
+		found = false
+	case err != nil:
+		return nil, cause.Wrap(cause.Record, err)
+	}
+	if err := LockGPUs(ctx, locks, append(pl.record.GPUs(), old.GPUs()...)...); err != nil {
 		return nil, err
 	}
-	old, err := p.loadOldRecord(ctx, c)
-	if err != nil {
-		return nil, err
+	if ctx.Err() != nil {
+		return nil, canceledError(ctx)
 	}
-	gpus := pl.record.GPUs()
-	if old != nil {
-		gpus = append(gpus, old.GPUs()...)
-	}
-	if err := claimlock.AddGPUs(ctx, locks, gpus...); err != nil {
-		return nil, err
-	}
-	if err := checkNotCanceled(ctx); err != nil {
-		return nil, err
-	}
-	if old != nil {
-		if kept, err := p.reprepare(ctx, *old, pl); kept || err != nil {
+	if found {
+		if kept, err := p.reprepare(ctx, old, pl); kept || err != nil {
 			return pl.kubeletDevices(p.opts.Pool), err
 		}
 	}
 	if len(pl.record.Devices) == 0 {
 		return nil, nil
 	}
-	sameAllocation := old != nil && slices.EqualFunc(old.Devices, pl.record.Devices, sameDevice)
-	if err := p.checkConflicts(c, pl, sameAllocation); err != nil {
+	sameAllocation := found && slices.EqualFunc(old.Devices, pl.record.Devices, sameDevice)
+	if err := p.checkConflicts(pl, sameAllocation); err != nil {
 		return nil, err
 	}
 	if err := p.execute(ctx, pl); err != nil {
 		return nil, err
 	}
 	return pl.kubeletDevices(p.opts.Pool), nil
-}
-
-// loadOldRecord returns the record that an earlier call wrote for the claim, or nil. It quarantines
-// the record if it is unreadable.
-func (p *Preparer) loadOldRecord(ctx context.Context, c *resourceapi.ResourceClaim) (*checkpoint.Record, error) {
-	old, found, err := p.node.Records.Load(c.UID)
-	var unreadable *statefile.UnreadableError
-	switch {
-	case errors.As(err, &unreadable):
-		return nil, p.quarantineRecord(ctx, c.UID, unreadable)
-	case err != nil:
-		return nil, cause.Wrap(cause.Record, err)
-	case !found:
-		return nil, nil
-	}
-	return &old, nil
 }
 
 // checkReserved refuses a claim that is reserved for no Pod. The kubelet never prepares such a
@@ -197,26 +122,10 @@ func checkReserved(c *resourceapi.ResourceClaim) error {
 	return nil
 }
 
-// checkNotCanceled refuses a call that the kubelet has canceled. After that the kubelet unprepares
-// the claim.
-func checkNotCanceled(ctx context.Context) error {
-	if err := ctx.Err(); err != nil {
-		return cause.Errorf(cause.Canceled, "the kubelet canceled this call: %w", err)
-	}
-	return nil
-}
-
-// checkTimely returns an error if the kubelet has canceled this call. If "waited" is true, or the
-// claim was unprepared since this call arrived, it also returns an error if the claim has changed
-// in the API server. The caller holds the claim's lock.
-func (p *Preparer) checkTimely(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) error {
-	if err := checkNotCanceled(ctx); err != nil {
-		return err
-	}
-	if waited || p.opts.Claims.UnpreparedSince(ctx, c.UID) {
-		return p.checkUnchanged(ctx, c)
-	}
-	return nil
+// canceledError refuses a call that the kubelet has canceled. After that the kubelet unprepares the
+// claim.
+func canceledError(ctx context.Context) error {
+	return cause.Errorf(cause.Canceled, "the kubelet canceled this call: %w", ctx.Err())
 }
 
 // checkUnchanged reads the claim from the API server. It returns an error unless the claim has the
@@ -250,10 +159,10 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 // verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
 // needs, or a device node of the plan's GPUs, does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
-	if err := p.opts.Edits.Verify(pl.baseEdits); err != nil {
+	if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
 		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
-	if err := p.node.Specs.WriteBase(pl.baseEdits); err != nil {
+	if err := p.node.Specs.WriteBase(pl.snapshot.Node.Common); err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
 	for i, req := range pl.requests {
@@ -264,32 +173,37 @@ func (p *Preparer) verifyNode(pl *plan) error {
 	return nil
 }
 
-// execute prepares the claim: it saves the plan as a record, applies the steps and saves the
-// result. If one of these fails, execute reverts the steps. If that fails too, the record stays,
-// and the claim's next call, the plugin's next start or Reconcile reverts it.
-func (p *Preparer) execute(ctx context.Context, pl *plan) error {
+// execute prepares the claim: it plans the steps, saves them as a record, applies them and saves
+// the result. If one of these fails, execute reverts the steps. If that fails too, the record
+// stays, and the claim's next call, the plugin's next start or Reconcile reverts it.
+func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	if err := p.verifyNode(pl); err != nil {
 		return err
 	}
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime+steps.UndoTime)
 	defer cancel()
-	if err := p.checkDaemons(work, pl); err != nil {
-		return err
-	}
-	cards := steps.NewCardStates(p.node.Partitions)
-	if err := p.resolve(work, cards, pl); err != nil {
-		return err
-	}
-	if !pl.hasPartitions() {
-		if err := p.buildSpec(pl); err != nil {
+	if len(pl.sharing.clients) > 0 {
+		if err := p.checkSupervisor(work); err != nil {
 			return err
 		}
 	}
 	r := &pl.record
+	env := steps.NewEnv(p.node, r, nil)
+	env.UUID = pl.deviceUUID
+	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients}
+	if pl.steps, err = p.disableModeSteps(work, env, pl); err != nil {
+		return err
+	}
+	if pl.partitioned {
+		if err := p.resolvePartitions(work, env, pl); err != nil {
+			return err
+		}
+	}
+	for _, s := range pl.sharing.shared {
+		pl.steps = append(pl.steps, s)
+	}
 	r.State = checkpoint.Preparing
-	list := pl.allSteps()
-	env := steps.NewEnv(p.node, r, list)
-	env.Cards, env.UUID = cards, pl.deviceUUID
+	env.Steps = pl.allSteps()
 	// If writing the CDI spec is the only step, the plan need not be recorded first: the plugin's next
 	// start removes a spec without a record.
 	if len(pl.steps) > 0 {
@@ -297,39 +211,84 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) error {
 			return errors.Join(err, p.node.Records.Remove(r.ClaimUID))
 		}
 	}
-	err := steps.ApplyAll(work, env, pl.steps)
+	err = steps.ApplyAll(work, env, pl.steps)
 	if err == nil {
 		err = p.writeSpec(work, env, pl)
 	}
 	if err == nil {
-		if err = p.recordResult(*r, pl); err == nil {
-			return nil
-		}
+		err = p.recordResult(*r, pl)
+	}
+	if err == nil {
+		return nil
 	}
 	undo, cancelUndo := context.WithTimeout(context.WithoutCancel(ctx), steps.UndoTime+steps.AnswerTime)
 	defer cancelUndo()
-	if rerr := p.undo(undo, r, list); rerr != nil {
+	if rerr := p.undo(undo, r, env.Steps); rerr != nil {
 		klog.FromContext(ctx).Error(rerr, "Failed to revert a failed preparation; the next call for the claim, or Reconcile, reverts it")
 	}
 	return cause.OrStep(err)
 }
 
-// writeSpec writes the claim's CDI spec. If a file or device node in the spec does not exist, it
-// returns an error instead.
-func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) error {
-	if err := p.buildSpec(pl); err != nil {
-		return err
-	}
+// disableModeSteps returns steps that disable MIG mode on the GPUs of which the claim has the whole
+// GPU or a share. It reads a GPU only if the inventory or a mark of this driver on disk says that
+// the mode may be enabled.
+func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *plan) (list []steps.Step, _ error) {
+	checked := map[string]bool{} // the claim may have several shares of a GPU
 	for i, req := range pl.requests {
-		if req.name.Partition == nil {
+		d, mig := pl.record.Devices[i], req.gpu.MIG
+		if req.name.Partition != nil || d.AdminAccess || checked[d.GPU] {
 			continue
 		}
-		part, err := req.partition()
+		checked[d.GPU] = true
+		_, marked, err := p.node.Records.Marked(d.GPU)
 		if err != nil {
-			return err
+			return nil, cause.Errorf(cause.Record, "request %s: %w", d.Request, err)
 		}
-		if err := p.opts.Edits.Verify(p.opts.Edits.MIG(req.gpuEdits, part.instance, part.compute)); err != nil {
-			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
+		if !marked && (mig == nil || !mig.Enabled) {
+			continue
+		}
+		step, err := p.disableModeStep(ctx, env, req.gpu)
+		if err != nil {
+			return nil, cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
+		}
+		if step != nil {
+			list = append(list, step)
+		}
+	}
+	return list, nil
+}
+
+// writeSpec writes the claim's CDI spec and fills in the MIG UUIDs of its record. All steps that
+// create partitions were applied before. If a file or device node in the spec does not exist,
+// writeSpec returns an error instead.
+func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) error {
+	pl.spec.Devices = nil
+	for i, req := range pl.requests {
+		d, edits := &pl.record.Devices[i], req.gpuEdits
+		if req.name.Partition != nil {
+			part, err := req.partition()
+			if err != nil {
+				return err
+			}
+			d.MIGUUID = part.compute.UUID
+			edits = p.opts.Edits.MIG(edits, part.instance, part.compute)
+			if err := p.opts.Edits.Verify(edits); err != nil {
+				return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
+			}
+		}
+		for _, c := range pl.spec.Clients {
+			if slices.Contains(c.Devices, i) {
+				edits = p.addClientEdits(edits, c)
+			}
+		}
+		if d.AdminAccess {
+			edits = mergeEdits(edits, p.opts.Edits.Monitor())
+		}
+		// With admin access two requests may get the same device, but a CDI spec may name each device
+		// only once.
+		name := cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID)
+		if !slices.ContainsFunc(pl.spec.Devices, func(there steps.SpecDevice) bool { return there.Name == name }) {
+			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{Name: name, Edits: edits})
 		}
 	}
 	for _, c := range pl.spec.Clients {
@@ -347,10 +306,7 @@ func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
 		return cause.Wrap(cause.Record, err)
 	}
 	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.node.BootID, stored
-	if err := p.node.Records.Save(r); err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	return nil
+	return cause.Wrap(cause.Record, p.node.Records.Save(r))
 }
 
 // kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the

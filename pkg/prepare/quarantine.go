@@ -10,7 +10,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -82,10 +81,9 @@ func (p *Preparer) LeaveSharedSteps(ctx context.Context, uid types.UID) error {
 	if len(list) == 0 {
 		return nil
 	}
-	locks, err := claimlock.Acquire(ctx, p.opts.Locks, "another claim is being prepared or unprepared on the same GPU",
-		claimlock.GPUNames(gpus...)...)
+	locks, err := p.opts.Locks.Acquire(ctx, GPULocks(gpus...)...)
 	if err != nil {
-		return err
+		return LockError("another claim is being prepared or unprepared on the same GPU", err)
 	}
 	defer locks.Release()
 	steps.SortShared(list)

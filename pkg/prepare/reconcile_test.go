@@ -23,7 +23,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -111,7 +110,7 @@ func TestReconcileReportsSkippedClaims(t *testing.T) {
 		"nothing is wrong": {func(*testing.T, *world, *plugin) {}, nil},
 		"a call is in flight": {func(t *testing.T, _ *world, p *plugin) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName("uid-c"))
+			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock("uid-c"))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -233,7 +232,7 @@ func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				p := w.plugin(t)
 				held, err := p.Locks.Acquire(t.Context(),
-					append(claimlock.GPUNames(gpu0), claimlock.ClaimName("uid-c"), claimlock.ClaimName("uid-dead"))...)
+					append(prepare.GPULocks(gpu0), prepare.ClaimLock("uid-c"), prepare.ClaimLock("uid-dead"))...)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -278,7 +277,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 				c.slow.hardware = h
 				p.with(func(n *steps.Node) { n.Partitions = &c.slow })
 				if c.busy {
-					held, err := p.Locks.Acquire(t.Context(), claimlock.GPUNames(gpu0)...)
+					held, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -505,7 +504,7 @@ func TestOrphanWithCallInFlightIsSkipped(t *testing.T) {
 		p := w.plugin(t)
 		c := newClaim("c", allocated("r", gpu0))
 		mustPrepare(t, p, c)
-		held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(c.UID))
+		held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(c.UID))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -98,7 +98,7 @@ func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
 		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), claimlock.ClaimName(newClaim(fmt.Sprint(start)).UID))
+			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(newClaim(fmt.Sprint(start)).UID))
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -31,7 +31,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 			return false, replacedError(d, now.GPUUUID)
 		}
 	}
-	if (pl.hasPartitions() || steps.HasShared(old)) && old.BootID != p.node.BootID {
+	if (pl.partitioned || steps.HasShared(old)) && old.BootID != p.node.BootID {
 		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
 			return false, err
 		}
@@ -65,7 +65,7 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
 	env := steps.NewEnv(p.node, &old, nil)
-	modes, err := p.disableModeSteps(work, env.Cards, pl)
+	modes, err := p.disableModeSteps(work, env, pl)
 	if err != nil {
 		return false, err
 	}
@@ -100,13 +100,13 @@ func (p *Preparer) checkForeignPartitions(ctx context.Context, old checkpoint.Re
 	}
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
-	cards := steps.NewCardStates(p.node.Partitions)
+	env := steps.NewEnv(p.node, &old, nil)
 	for i, d := range old.Devices {
 		req := &pl.requests[i]
 		if req.name.Partition == nil || d.AdminAccess || owned[d.Device] {
 			continue
 		}
-		if _, _, found, err := p.instanceAtPlace(work, cards, req); err != nil {
+		if _, _, found, err := p.instanceAtPlace(work, env, req); err != nil {
 			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		} else if !found {
 			return cause.Errorf(cause.NotReady,
@@ -160,7 +160,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	r.Devices = slices.Clone(old.Devices)
 	env := steps.NewEnv(p.node, &r, pl.allSteps())
 	env.UUID = pl.deviceUUID
-	if pl.hasPartitions() || len(steps.Of[*steps.Shared](pl.steps)) > 0 {
+	if pl.partitioned || len(steps.Of[*steps.Shared](pl.steps)) > 0 {
 		if err := ensure(ctx, env, pl); err != nil {
 			return err
 		}
@@ -195,7 +195,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 
 // matchesSharing reports whether a plan made from a record has the same shared settings, MPS
 // daemons and limits as "asked", which the claim's current configuration asks for.
-func (pl *plan) matchesSharing(asked *sharing) bool {
+func (pl *plan) matchesSharing(asked sharing) bool {
 	there := slices.DeleteFunc(steps.Of[*steps.Shared](pl.steps), func(s *steps.Shared) bool {
 		_, creates := steps.AsCreator(s)
 		return creates

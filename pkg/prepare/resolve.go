@@ -9,15 +9,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// resolve reads the hardware and plans the steps that provide each device, but changes no hardware.
-// It reads a GPU that the claim wants as a whole only if the GPU's MIG mode may be enabled. The
-// caller holds the GPUs' locks and has called checkConflicts.
-func (p *Preparer) resolve(ctx context.Context, cards *steps.CardStates, pl *plan) error {
-	modes, err := p.disableModeSteps(ctx, cards, pl)
-	if err != nil {
-		return err
-	}
-	pl.steps, pl.spec = modes, &steps.ClaimSpec{Clients: pl.sharing.clients}
+// resolvePartitions reads the hardware and plans the steps that create the claim's partitions. It
+// changes no hardware. The caller holds the GPUs' locks and has called checkConflicts.
+func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *plan) error {
 	creators := map[string]steps.Creator{}
 	for i := range pl.requests {
 		req, d := &pl.requests[i], pl.record.Devices[i]
@@ -28,7 +22,7 @@ func (p *Preparer) resolve(ctx context.Context, cards *steps.CardStates, pl *pla
 		if req.creator = creators[d.Device]; req.creator != nil {
 			continue // another share of the same partition
 		}
-		if err := p.resolvePartition(ctx, cards, req); err != nil {
+		if err := p.resolvePartition(ctx, env, req); err != nil {
 			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		}
 		if req.creator != nil {
@@ -44,12 +38,9 @@ func (p *Preparer) resolve(ctx context.Context, cards *steps.CardStates, pl *pla
 		if req.creator = creators[d.Device]; req.creator != nil {
 			continue
 		}
-		if err := p.resolveAdmin(ctx, cards, req); err != nil {
+		if err := p.resolveAdmin(ctx, env, req); err != nil {
 			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		}
-	}
-	for _, s := range pl.sharing.shared {
-		pl.steps = append(pl.steps, s)
 	}
 	if len(pl.steps) == 0 {
 		return nil
@@ -58,51 +49,17 @@ func (p *Preparer) resolve(ctx context.Context, cards *steps.CardStates, pl *pla
 	// step, which creates a MIG instance, is about to do so, and the step need not save the record
 	// again.
 	if first, ok := pl.steps[0].(*steps.MIGInstance); ok {
-		if state, err := cards.Get(ctx, first.Card); err == nil && state.MIG.Enabled {
+		if state, err := env.CardState(ctx, first.Card); err == nil && state.MIG.Enabled {
 			first.RecordBefore(state)
 		}
 	}
 	return nil
 }
 
-// disableModeSteps returns steps that disable MIG mode on the GPUs of which the claim has the whole
-// GPU or a share.
-func (p *Preparer) disableModeSteps(ctx context.Context, cards *steps.CardStates, pl *plan) ([]steps.Step, error) {
-	var list []steps.Step
-	for i, req := range pl.requests {
-		d := pl.record.Devices[i]
-		if req.name.Partition != nil || d.AdminAccess {
-			continue
-		}
-		step, err := p.resolveWhole(ctx, cards, req.gpu)
-		if err != nil {
-			return nil, cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
-		}
-		if step != nil && !slices.ContainsFunc(list, func(there steps.Step) bool { return sameModeStep(there, step) }) {
-			list = append(list, step)
-		}
-	}
-	return list, nil
-}
-
-// sameModeStep reports whether both steps disable MIG mode on the same GPU. If the claim has
-// several shares of a GPU, each share adds such a step.
-func sameModeStep(a, b steps.Step) bool {
-	x, ok := a.(*steps.MIGModeOff)
-	y, too := b.(*steps.MIGModeOff)
-	return ok && too && x.GPU == y.GPU
-}
-
-func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g device.GPU) (steps.Step, error) {
+// disableModeStep returns the step that disables the GPU's MIG mode, or nil if the mode is off.
+func (p *Preparer) disableModeStep(ctx context.Context, env *steps.Env, g device.GPU) (steps.Step, error) {
 	name := g.WholeName()
-	_, marked, err := p.node.Records.Marked(name)
-	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
-	}
-	if !marked && (g.MIG == nil || !g.MIG.Enabled) {
-		return nil, nil
-	}
-	state, err := cards.Get(ctx, g.Card())
+	state, err := env.CardState(ctx, g.Card())
 	if err != nil {
 		return nil, cause.OrStep(err)
 	}
@@ -125,7 +82,7 @@ func (p *Preparer) resolveWhole(ctx context.Context, cards *steps.CardStates, g 
 
 // resolvePartition finds the partition for the request: one that other claims already share, or one
 // that an admin created. Otherwise it plans a step that creates the partition.
-func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates, req *deviceRequest) error {
+func (p *Preparer) resolvePartition(ctx context.Context, env *steps.Env, req *deviceRequest) error {
 	if req.name.Share {
 		joined, err := steps.JoinInstance(p.node.Records, p.node.BootID, req.name, req.gpu.Card(), req.gpu.Minor)
 		if err != nil {
@@ -136,7 +93,7 @@ func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates
 			return nil
 		}
 	}
-	state, in, found, err := p.instanceAtPlace(ctx, cards, req)
+	state, in, found, err := p.instanceAtPlace(ctx, env, req)
 	if err != nil {
 		return err
 	}
@@ -170,8 +127,8 @@ func (p *Preparer) resolvePartition(ctx context.Context, cards *steps.CardStates
 
 // resolveAdmin finds the existing MIG instance for a request with admin access, whichever claim
 // uses it.
-func (p *Preparer) resolveAdmin(ctx context.Context, cards *steps.CardStates, req *deviceRequest) error {
-	_, in, found, err := p.instanceAtPlace(ctx, cards, req)
+func (p *Preparer) resolveAdmin(ctx context.Context, env *steps.Env, req *deviceRequest) error {
+	_, in, found, err := p.instanceAtPlace(ctx, env, req)
 	if err != nil {
 		return err
 	}
@@ -185,10 +142,10 @@ func (p *Preparer) resolveAdmin(ctx context.Context, cards *steps.CardStates, re
 
 // instanceAtPlace reads the GPU's state and looks for the GPU instance with the requested profile
 // and placement. found reports whether there is one.
-func (p *Preparer) instanceAtPlace(ctx context.Context, cards *steps.CardStates, req *deviceRequest) (
+func (p *Preparer) instanceAtPlace(ctx context.Context, env *steps.Env, req *deviceRequest) (
 	state device.CardState, in device.Instance, found bool, err error,
 ) {
-	state, err = cards.Get(ctx, req.gpu.Card())
+	state, err = env.CardState(ctx, req.gpu.Card())
 	if err != nil {
 		return state, in, false, cause.OrStep(err)
 	}

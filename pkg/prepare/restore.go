@@ -68,7 +68,7 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 // inventory lacks one of the claim's GPUs. If a card was replaced, planFromRecord removes the
 // claim's CDI spec, so that no container gets the new card.
 func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapshot) (pl *plan, known bool, err error) {
-	pl = &plan{snapshot: snapshot, record: r, spec: &steps.ClaimSpec{}, baseEdits: snapshot.Node.Common}
+	pl = &plan{snapshot: snapshot, record: r}
 	pl.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
 		req, ok := findDevice(snapshot, d.Device)
@@ -78,6 +78,7 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 		if req.gpu.UUID != d.GPUUUID {
 			return nil, false, errors.Join(replacedError(d, req.gpu.UUID), p.node.Specs.RemoveClaim(r.ClaimUID))
 		}
+		pl.partitioned = pl.partitioned || req.name.Partition != nil
 		pl.requests = append(pl.requests, req)
 	}
 	ours, err := p.adoptSteps(pl, r)

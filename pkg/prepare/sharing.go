@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/apimachinery/pkg/types"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
@@ -17,23 +16,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
-
-// clientEdits returns the CDI edits that the clients of MPS daemons need for the claim's device at
-// index.
-func (p *Preparer) clientEdits(clients []steps.MPSClient, index int) []specs.ContainerEdits {
-	var edits []specs.ContainerEdits
-	for _, c := range clients {
-		if slices.Contains(c.Devices, index) {
-			e := p.opts.Edits.MPSClient(c.Daemon)
-			e.Env = append(slices.Clone(e.Env), mps.Limits(c.Memory, c.Threads)...)
-			if c.Whole != "" {
-				e = mergeEdits(e, p.opts.Edits.MemoryLimit(c.Whole, c.Memory))
-			}
-			edits = append(edits, e)
-		}
-	}
-	return edits
-}
 
 // sharing lists the GPU settings and MPS daemons that a claim needs, and the devices whose
 // containers use an MPS daemon. The claim's configuration asks for time slices and MPS, and the
@@ -66,15 +48,14 @@ type mpsGroup struct {
 
 // planSharing finds the settings, MPS daemons and MPS clients that the claim's results need.
 // pl.requests has an entry for each result.
-func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) (*sharing, error) {
-	s := &sharing{}
+func (p *Preparer) planSharing(pl *plan, results []claim.Result) (s sharing, _ error) {
 	var groups []*mpsGroup
 	var fractions []int
 	for i, r := range results {
 		strategy, interval, config := requestedSharing(r.Config)
 		req := pl.requests[i]
 		if err := checkSharing(r, req.name, strategy, config); err != nil {
-			return nil, err
+			return s, err
 		}
 		if pl.record.Devices[i].Fraction {
 			fractions = append(fractions, i)
@@ -85,7 +66,7 @@ func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) 
 			if err := s.add(req.name.GPU, []string{req.name.GPU}, &steps.TimeSlice{
 				SettingState: steps.SettingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: steps.TimeSliceIntervals[interval],
 			}); err != nil {
-				return nil, err
+				return s, err
 			}
 		case strategy == v1beta1.SharingMPS:
 			at := slices.IndexFunc(groups, func(g *mpsGroup) bool { return g.number == r.Group })
@@ -97,26 +78,28 @@ func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) 
 		}
 	}
 	if len(fractions) > 0 && len(groups) > 0 {
-		return nil, fmt.Errorf("requests %s and %s: a fraction and strategy %s in one claim need two MPS daemons, but a process can use only "+
+		return s, fmt.Errorf("requests %s and %s: a fraction and strategy %s in one claim need two MPS daemons, but a process can use only "+
 			"one: make them two claims",
 			results[fractions[0]].Request, results[groups[0].devices[0]].Request, v1beta1.SharingMPS)
 	}
-	if err := checkOnlyFractions(pl, results, fractions); err != nil {
-		return nil, err
-	}
 	for _, g := range groups {
 		if err := checkSinglePartition(pl, results, g); err != nil {
-			return nil, err
+			return s, err
 		}
-		if err := s.addGroupDaemon(pl, g, fmt.Sprintf("%s-%d", uid, g.number)); err != nil {
-			return nil, err
+		if err := s.addGroupDaemon(pl, g, fmt.Sprintf("%s-%d", pl.record.ClaimUID, g.number)); err != nil {
+			return s, err
 		}
 	}
-	if err := s.addFractionDaemon(pl, results, fractions); err != nil {
-		return nil, err
+	if len(fractions) > 0 {
+		if err := checkOnlyFractions(pl, results, fractions); err != nil {
+			return s, err
+		}
+		if err := s.addFractionDaemon(pl, results, fractions); err != nil {
+			return s, err
+		}
 	}
 	if p.opts.MPSDisabled && len(s.clients) > 0 {
-		return nil, fmt.Errorf("request %s: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
+		return s, fmt.Errorf("request %s: MPS is switched off in this cluster: set mps.enabled=true in the chart's values",
 			results[s.clients[0].Devices[0]].Request)
 	}
 	return s, nil
@@ -127,7 +110,7 @@ func (p *Preparer) planSharing(uid types.UID, pl *plan, results []claim.Result) 
 // access are allowed, because they are not for computing.
 func checkOnlyFractions(pl *plan, results []claim.Result, fractions []int) error {
 	for _, d := range pl.record.Devices {
-		if len(fractions) > 0 && !d.Fraction && !d.AdminAccess {
+		if !d.Fraction && !d.AdminAccess {
 			return fmt.Errorf("requests %s and %s: with a fraction (%s), a container's processes cannot see device %s, because MPS shows them "+
 				"only the fraction's device: "+
 				"make them two claims, for two containers",
@@ -227,9 +210,6 @@ func (s *sharing) addGroupDaemon(pl *plan, g *mpsGroup, id string) (err error) {
 // the claim's processes to the sum of these shares. All claims with limited shares of the device
 // use the same daemon.
 func (s *sharing) addFractionDaemon(pl *plan, results []claim.Result, fractions []int) (err error) {
-	if len(fractions) == 0 {
-		return nil
-	}
 	c := steps.MPSClient{Daemon: pl.requests[fractions[0]].name.String(), Devices: fractions}
 	for _, i := range fractions {
 		req, first := pl.requests[i], pl.requests[fractions[0]]
@@ -266,15 +246,31 @@ func clampValue(q resource.Quantity, most int64) int64 {
 	return max(q.Value(), 0)
 }
 
-// checkDaemons returns an error if the claim needs MPS daemons but the MPS supervisor does not run.
+// checkSupervisor returns an error if the MPS supervisor, which the claim needs, does not run.
 // Prepare calls it before it changes anything.
-func (p *Preparer) checkDaemons(ctx context.Context, pl *plan) error {
-	if len(pl.sharing.clients) == 0 {
-		return nil
-	}
+func (p *Preparer) checkSupervisor(ctx context.Context) error {
 	_, err := p.node.MPS.List(ctx)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
 		return cause.Errorf(cause.NotReady, "the claim needs MPS: %w", err)
 	}
 	return nil // Start will report any other error
+}
+
+// addClientEdits adds to the edits of a device what a client of an MPS daemon needs.
+func (p *Preparer) addClientEdits(edits specs.ContainerEdits, c steps.MPSClient) specs.ContainerEdits {
+	edits = mergeEdits(edits, p.opts.Edits.MPSClient(c.Daemon))
+	edits.Env = append(edits.Env, mps.Limits(c.Memory, c.Threads)...)
+	if c.Whole != "" {
+		edits = mergeEdits(edits, p.opts.Edits.MemoryLimit(c.Whole, c.Memory))
+	}
+	return edits
+}
+
+// mergeEdits returns a with the environment, device nodes, mounts and hooks of b added.
+func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
+	a.Env = slices.Concat(a.Env, b.Env)
+	a.DeviceNodes = slices.Concat(a.DeviceNodes, b.DeviceNodes)
+	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
+	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
+	return a
 }

@@ -22,8 +22,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
@@ -198,7 +198,7 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 	for _, c := range []struct {
 		claim *resourceapi.ResourceClaim
 		lock  lock.Name
-	}{{part1, lock.Name{File: gpu0}}, {grouped, claimlock.ClaimName(grouped.UID)}} {
+	}{{part1, lock.Name{File: gpu0}}, {grouped, prepare.ClaimLock(grouped.UID)}} {
 		w := newWorld(t)
 		withMPS(w)
 		mustPrepare(t, w.plugin(t), c.claim)

@@ -11,33 +11,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// isFraction reports whether the result is a share with a limited part of the memory, which MPS
-// enforces. Other shares have no limit.
-func isFraction(r claim.Result, name device.Name) bool {
-	_, memory := r.Capacity[device.CapacityMemory]
-	return name.Share && memory && !r.AdminAccess
-}
-
-// checkConfigKind refuses a configuration that is not meant for this kind of device.
-func checkConfigKind(r claim.Result, name device.Name) error {
-	switch r.Config.(type) {
-	case nil:
-		return fmt.Errorf("request %s: device %s is unknown to this version of the driver, and so is its configuration", r.Request, r.Device)
-	case *v1beta1.GpuConfig:
-		if name.Partition == nil {
-			return nil
-		}
-	case *v1beta1.MigDeviceConfig:
-		if name.Partition != nil {
-			return nil
-		}
-	}
-	if name.Partition != nil {
-		return fmt.Errorf("request %s: device %s is a MIG device: use a MigDeviceConfig, not a %s", r.Request, r.Device, r.Config.Kind())
-	}
-	return fmt.Errorf("request %s: device %s is a whole GPU: use a GpuConfig, not a %s", r.Request, r.Device, r.Config.Kind())
-}
-
 // checkSharing refuses a sharing strategy or MPS configuration that does not fit the device.
 func checkSharing(r claim.Result, name device.Name, strategy v1beta1.SharingStrategy, config *v1beta1.MPSConfig) error {
 	refuse := func(format string, args ...any) error {

@@ -11,7 +11,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -19,7 +18,7 @@ import (
 // Unprepare takes a claim's devices back. It needs the GPU driver only if one of the recorded steps
 // changed hardware. If the claim has no record, it is already unprepared.
 func (p *Preparer) Unprepare(ctx context.Context, uid types.UID) error {
-	locks, err := claimlock.Claim(ctx, p.opts.Locks, uid)
+	locks, err := p.LockClaim(ctx, uid)
 	if err != nil {
 		return cause.ForClaim("with UID "+string(uid), err)
 	}
@@ -45,34 +44,12 @@ func (p *Preparer) UnprepareLocked(ctx context.Context, locks *lock.Guard, uid t
 		}
 		// Sync the directories: an earlier call may have removed the record and been killed before the
 		// removal was durable.
-		if err := p.node.Records.SyncDirs(true); err != nil {
-			return cause.Wrap(cause.Record, err)
-		}
-		return nil
+		return cause.Wrap(cause.Record, p.node.Records.SyncDirs(true))
 	}
-	if err := claimlock.AddGPUs(ctx, locks, r.GPUs()...); err != nil {
+	if err := LockGPUs(ctx, locks, r.GPUs()...); err != nil {
 		return cause.Errorf(cause.Of(err), "of %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return p.Revert(ctx, r)
-}
-
-// WithLocks runs work under the locks of the claim and of its GPUs, so that no other call works on
-// them at the same time.
-func (p *Preparer) WithLocks(ctx context.Context, uid types.UID, gpus []string, work func(context.Context) error) error {
-	locks, err := claimlock.Claim(ctx, p.opts.Locks, uid)
-	if err == nil {
-		defer locks.Release()
-		err = claimlock.AddGPUs(ctx, locks, gpus...)
-	}
-	if err == nil {
-		bounded, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
-		defer cancel()
-		err = work(bounded)
-	}
-	if err != nil {
-		return cause.ForClaim("with UID "+string(uid), cause.OrStep(err))
-	}
-	return nil
 }
 
 // Revert undoes the steps of record r and deletes the record. The caller holds the locks of the

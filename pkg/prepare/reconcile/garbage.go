@@ -17,7 +17,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -103,7 +102,7 @@ func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
 func (rec *Reconciler) removeRecordless(ctx context.Context, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	return claimlock.UnlessBusy(waiting, rec.locks, uid, func(*lock.Guard) error {
+	return rec.transaction.UnlessBusy(waiting, uid, func(*lock.Guard) error {
 		entries, err := rec.node.Records.List()
 		if err != nil {
 			return cause.Wrap(cause.Record, err)
@@ -293,11 +292,15 @@ func (rec *Reconciler) lockKey(ctx context.Context, key string) (*lock.Guard, er
 	of, _ := steps.SplitKey(key)
 	var locks []lock.Name
 	if name, known := device.ParseName(of); known {
-		locks = claimlock.GPUNames(name.GPU)
+		locks = prepare.GPULocks(name.GPU)
 	} else if uid, ok := ownerOf(of); ok {
-		locks = append(locks, claimlock.ClaimName(uid))
+		locks = append(locks, prepare.ClaimLock(uid))
 	}
-	return claimlock.Acquire(ctx, rec.locks, "a claim is being prepared or unprepared on "+of, locks...)
+	guard, err := rec.locks.Acquire(ctx, locks...)
+	if err != nil {
+		return nil, prepare.LockError("a claim is being prepared or unprepared on "+of, err)
+	}
+	return guard, nil
 }
 
 // ownerOf returns the UID of the claim that an MPS daemon serves. It returns false if the daemon's

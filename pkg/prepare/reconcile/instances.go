@@ -8,8 +8,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -29,9 +29,9 @@ func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, g
 
 func (rec *Reconciler) findForeign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance,
 	owners *ledger.Owners, release func(), err error) {
-	locks, err := claimlock.Acquire(ctx, rec.locks, "another claim is being prepared or unprepared on the GPU", claimlock.GPUNames(gpu)...)
+	locks, err := rec.locks.Acquire(ctx, prepare.GPULocks(gpu)...)
 	if err != nil {
-		return nil, nil, nil, nil, err
+		return nil, nil, nil, nil, prepare.LockError("another claim is being prepared or unprepared on the GPU", err)
 	}
 	state, err := rec.node.Partitions.Look(ctx, card)
 	if err == nil {

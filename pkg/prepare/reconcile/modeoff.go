@@ -8,8 +8,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -89,8 +89,8 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, recoverWait)
 	defer stop()
-	locks, err := rec.locks.Acquire(waiting, claimlock.GPUNames(name)...)
-	if claimlock.IsBusy(err) {
+	locks, err := rec.locks.Acquire(waiting, prepare.GPULocks(name)...)
+	if prepare.IsBusy(err) {
 		return nil // a call works on the GPU, so the GPU is not idle
 	}
 	if err != nil {

@@ -8,7 +8,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 )
 
 // UnprepareOrphan unprepares a claim without a call from the kubelet. It does nothing if a call for
@@ -18,7 +17,7 @@ func (rec *Reconciler) UnprepareOrphan(ctx context.Context, uid types.UID,
 	confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error) {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
-	err = claimlock.UnlessBusy(waiting, rec.locks, uid, func(locks *lock.Guard) error {
+	err = rec.transaction.UnlessBusy(waiting, uid, func(locks *lock.Guard) error {
 		r, found, err := rec.node.Records.Load(uid)
 		if err != nil || !found {
 			return err

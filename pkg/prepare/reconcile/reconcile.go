@@ -19,7 +19,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
@@ -84,7 +83,7 @@ func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
 	err := prepare.ErrNotChecked // stays so if another call has the claim's lock
-	if lockErr := claimlock.UnlessBusy(waiting, rec.locks, uid, func(locks *lock.Guard) error {
+	if lockErr := rec.transaction.UnlessBusy(waiting, uid, func(locks *lock.Guard) error {
 		err = rec.reconcileLocked(ctx, pass, locks, uid)
 		return nil
 	}); lockErr != nil {
@@ -123,7 +122,7 @@ func (rec *Reconciler) reconcileLocked(ctx context.Context, pass *steps.Pass, lo
 	// for up to reconcileTime.
 	queued, cancelQueued := context.WithTimeout(ctx, reconcileTime)
 	defer cancelQueued()
-	if err := claimlock.AddGPUs(queued, locks, r.GPUs()...); err != nil {
+	if err := prepare.LockGPUs(queued, locks, r.GPUs()...); err != nil {
 		return fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	work, cancelWork := context.WithTimeoutCause(ctx, most, fmt.Errorf("not done within %s", most))

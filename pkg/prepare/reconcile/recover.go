@@ -14,7 +14,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/claimlock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -73,7 +72,7 @@ func (rec *Reconciler) findTraces() (uids []types.UID, _ error) {
 func (rec *Reconciler) recoverClaim(ctx context.Context, uid types.UID) error {
 	ctx, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
-	locks, err := claimlock.Claim(ctx, rec.locks, uid)
+	locks, err := rec.transaction.LockClaim(ctx, uid)
 	if err != nil {
 		return err
 	}
@@ -101,7 +100,7 @@ func (rec *Reconciler) recoverClaim(ctx context.Context, uid types.UID) error {
 // no hardware. Otherwise it removes the claim's CDI spec and leaves the rest to Reconcile, so that
 // the plugin's start does not wait for a GPU.
 func (rec *Reconciler) recoverUnfinished(ctx context.Context, locks *lock.Guard, r checkpoint.Record) error {
-	if err := claimlock.AddGPUs(ctx, locks, r.GPUs()...); err != nil {
+	if err := prepare.LockGPUs(ctx, locks, r.GPUs()...); err != nil {
 		return err
 	}
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID)
@@ -154,7 +153,7 @@ func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID, wait time.
 	rewrite func(context.Context, checkpoint.Record) error) error {
 	waiting, cancel := context.WithTimeout(ctx, wait)
 	defer cancel()
-	locks, err := claimlock.Claim(waiting, rec.locks, uid)
+	locks, err := rec.transaction.LockClaim(waiting, uid)
 	if cause.Of(err) == cause.Canceled {
 		return errors.Join(errBusy, err)
 	}

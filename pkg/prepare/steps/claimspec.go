@@ -62,14 +62,3 @@ type MPSClient struct {
 	// Memory. It is empty if the limit applies only to each process by itself.
 	Whole string `json:"whole,omitempty"`
 }
-
-// AddDevice adds a device to the spec, unless the spec has one of that name. With admin access two
-// requests may get the same device, but a CDI spec may name each device only once.
-func (s *ClaimSpec) AddDevice(d SpecDevice) {
-	for _, there := range s.Devices {
-		if there.Name == d.Name {
-			return
-		}
-	}
-	s.Devices = append(s.Devices, d)
-}

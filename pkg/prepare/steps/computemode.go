@@ -22,11 +22,11 @@ var _ Sharable = &ComputeMode{}
 var computeModes = gpuSetting[device.ComputeMode]{
 	name: "compute mode",
 	read: func(ctx context.Context, env *Env, card device.Card) (device.ComputeMode, error) {
-		state, err := env.Cards.Get(ctx, card)
+		state, err := env.CardState(ctx, card)
 		return cmp.Or(state.ComputeMode, device.ComputeDefault), err
 	},
 	set: func(ctx context.Context, env *Env, card device.Card, to device.ComputeMode) error {
-		defer env.Cards.invalidate(card)
+		defer env.forgetCard(card)
 		return env.Partitions.SetComputeMode(ctx, card, to)
 	},
 	format: func(mode device.ComputeMode) string { return string(mode) },

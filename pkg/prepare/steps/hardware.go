@@ -5,8 +5,14 @@ import (
 	"errors"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // Partitions reads and changes the partitions and settings of GPUs. Package nvidia implements it
@@ -117,3 +123,51 @@ func (NoDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons 
 func (NoDaemons) Stop(context.Context, string) error { return errNoDaemons }
 
 func (NoDaemons) List(context.Context) ([]mps.Status, error) { return nil, errNoDaemons }
+
+// Specs stores the CDI specs that the container runtime reads.
+type Specs interface {
+	WriteBase(edits specs.ContainerEdits) error
+	WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error
+	RemoveClaim(uid types.UID) error
+	Claims() ([]types.UID, error)
+}
+
+// Hardware returns the inventory of the node's GPUs. Its implementation must not access a GPU.
+type Hardware interface {
+	Snapshot() inventory.Snapshot
+}
+
+// mayBePresent reports whether the card may still be in the node. It does not use Snapshot.Ready: a
+// node without cards is never ready, and a failed scan keeps the last result.
+func mayBePresent(s inventory.Snapshot, card device.Card) bool {
+	for _, g := range s.Node.GPUs {
+		if g.Card() == card {
+			return true
+		}
+	}
+	return !s.Known
+}
+
+// isCardGone reports whether err, which a call to the card returned, means that the card was
+// replaced or has lost its state.
+func (e *Env) isCardGone(card device.Card, err error) bool {
+	switch FailureCode(err) {
+	case device.FailureReplaced, device.FailureNoDriver:
+		return true
+	case device.FailureNotFound, device.FailureLost:
+		// A card that fell off the bus gives these errors until the node reboots. The reboot clears the
+		// card's state.
+		return !mayBePresent(e.Hardware.Snapshot(), card)
+	}
+	return false
+}
+
+// NotReady returns the error for a claim when the inventory is not ready. It includes the
+// inventory's reason.
+func NotReady(s inventory.Snapshot) error {
+	reason := s.Reason
+	if reason == "" {
+		reason = "the node's devices are not known yet"
+	}
+	return cause.Errorf(cause.NotReady, "the node is not ready: %s", reason)
+}

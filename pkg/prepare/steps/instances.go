@@ -1,13 +1,42 @@
 package steps
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"strings"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
+
+// Creator is a step that creates a partition: a [MIGInstance] for one claim, or a [Shared] that
+// wraps one.
+type Creator interface {
+	Step
+	// Partition returns the name under which the partition is allocated.
+	Partition() string
+	// MIG returns the step that creates the partition. It is nil for a Shared whose state is not
+	// loaded.
+	MIG() *MIGInstance
+	// Load reads the state that claims share from its file, if the step is shared.
+	Load(records *checkpoint.Store, bootID string) error
+	// Recreate reverts the step and applies it again. Between the two it calls ready, which may change
+	// the step, or return an error and so leave the partition away.
+	Recreate(ctx context.Context, env *Env, ready func(*MIGInstance) error) error
+}
+
+// AsCreator returns the step as a Creator. It returns false if the step creates no partition.
+func AsCreator(s Step) (Creator, bool) {
+	if shared, ok := s.(*Shared); ok {
+		of, kind := SplitKey(shared.Key)
+		_, known := device.ParseName(of)
+		return shared, known && kind == MIGInstanceKind
+	}
+	c, ok := s.(Creator)
+	return c, ok
+}
 
 // CheckDeviceNode returns an error if the GPU's device node changed: known is its minor number in
 // the inventory, now the number that the hardware has. Changing the MIG mode may renumber the

@@ -54,11 +54,11 @@ func (s *MIGInstance) Kind() string { return MIGInstanceKind }
 // Apply creates the instance. The caller must have reverted what an earlier attempt left. If Asked
 // is set, the record already says that the instance is about to be created.
 func (s *MIGInstance) Apply(ctx context.Context, env *Env) error {
-	state, err := env.Cards.Get(ctx, s.Card)
+	state, err := env.CardState(ctx, s.Card)
 	if err != nil {
 		return s.wrapError(err)
 	}
-	defer env.Cards.invalidate(s.Card)
+	defer env.forgetCard(s.Card)
 	if !state.MIG.Enabled {
 		if state, err = s.enableMIGMode(ctx, env); err != nil {
 			return err
@@ -166,7 +166,7 @@ func (s *MIGInstance) Revert(ctx context.Context, env *Env) error {
 	if env.EarlierBoot || s.Instance == nil && !s.Asked {
 		return nil
 	}
-	defer env.Cards.invalidate(s.Card)
+	defer env.forgetCard(s.Card)
 	if err := s.remove(ctx, env); err != nil && !env.isInstanceGone(ctx, s, err) {
 		return s.wrapError(err)
 	}
@@ -226,7 +226,7 @@ func (s *MIGInstance) FindIntact(instances []device.Instance) (device.Instance, 
 // maintain returns an error if the shared GPU instance no longer exists. It does not recreate the
 // instance, because Reconcile does that for the claims that share it.
 func (s *MIGInstance) maintain(ctx context.Context, env *Env) error {
-	state, err := env.Cards.Get(ctx, s.Card)
+	state, err := env.CardState(ctx, s.Card)
 	if err != nil {
 		return s.wrapError(err)
 	}

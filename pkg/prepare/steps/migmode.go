@@ -29,7 +29,7 @@ func (*MIGModeOff) NeedsHardware() bool { return false }
 func (s *MIGModeOff) Kind() string { return MIGModeOffKind }
 
 func (s *MIGModeOff) Apply(ctx context.Context, env *Env) error {
-	defer env.Cards.invalidate(s.Card)
+	defer env.forgetCard(s.Card)
 	state, err := DisableMIGMode(ctx, env, s.Card, s.GPU)
 	if err != nil {
 		return err

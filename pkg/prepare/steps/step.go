@@ -4,9 +4,13 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // Step is one reversible part of a preparation. Apply may be called again after it ran completely
@@ -43,39 +47,77 @@ type Sharable interface {
 	preference() bool
 }
 
-// Creator is a step that creates a partition: a [MIGInstance] for one claim, or a [Shared] that
-// wraps one.
-type Creator interface {
-	Step
-	// Partition returns the name under which the partition is allocated.
-	Partition() string
-	// MIG returns the step that creates the partition. It is nil for a Shared whose state is not
-	// loaded.
-	MIG() *MIGInstance
-	// Load reads the state that claims share from its file, if the step is shared.
-	Load(records *checkpoint.Store, bootID string) error
-	// Recreate reverts the step and applies it again. Between the two it calls ready, which may change
-	// the step, or return an error and so leave the partition away.
-	Recreate(ctx context.Context, env *Env, ready func(*MIGInstance) error) error
-}
-
-// AsCreator returns the step as a Creator. It returns false if the step creates no partition.
-func AsCreator(s Step) (Creator, bool) {
-	if shared, ok := s.(*Shared); ok {
-		of, kind := SplitKey(shared.Key)
-		_, known := device.ParseName(of)
-		return shared, known && kind == MIGInstanceKind
-	}
-	c, ok := s.(Creator)
-	return c, ok
-}
-
 // change has what all steps have in common that change hardware or MPS daemons.
 type change struct{}
 
 func (change) Lasting() bool       { return true }
 func (change) NeedsHardware() bool { return true }
 func (change) preference() bool    { return false }
+
+// Node is what the steps of all claims work on: the node's hardware and the stores on its disk.
+type Node struct {
+	BootID  string
+	Now     func() time.Time
+	Records *checkpoint.Store
+	Specs   Specs
+	// Hardware has the inventory, which may be out of date.
+	Hardware   Hardware
+	Partitions Partitions
+	MPS        Daemons
+}
+
+// Env is what the steps of one claim need to run, in one call.
+type Env struct {
+	Node
+	ClaimUID        types.UID
+	Namespace, Name string
+	// Steps are the claim's steps. Journal saves their current state in the claim's record. While a
+	// shared step runs, Journal saves the state of that step in its own file instead.
+	Steps   []Step
+	Journal func() error
+	// EarlierBoot means that the record was written in an earlier boot, so that its partitions no
+	// longer exist.
+	EarlierBoot bool
+	// UUID returns the UUID of the claim's device with this name.
+	UUID func(device string) (string, error)
+	// Pass is the Reconcile pass in which the steps run. It is nil outside Reconcile.
+	Pass *Pass
+	// cards has the state of the cards that this call has read from the hardware.
+	cards map[device.Card]device.CardState
+}
+
+// NewEnv returns the environment in which steps of record r run, under the locks of the claim's
+// GPUs.
+func NewEnv(node Node, r *checkpoint.Record, list []Step) *Env {
+	env := &Env{
+		Node: node, ClaimUID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, Steps: list,
+		EarlierBoot: r.BootID != node.BootID, cards: map[device.Card]device.CardState{},
+	}
+	env.Journal = func() error {
+		stored, err := Encode(env.Steps)
+		if err == nil {
+			r.Steps = stored
+			err = node.Records.Save(*r)
+		}
+		return cause.Wrap(cause.Record, err)
+	}
+	return env
+}
+
+// CardState returns the card's state. It reads the hardware only once, until forgetCard is called.
+func (e *Env) CardState(ctx context.Context, card device.Card) (device.CardState, error) {
+	if state, ok := e.cards[card]; ok {
+		return state, nil
+	}
+	state, err := e.Partitions.Look(ctx, card)
+	if err == nil {
+		e.cards[card] = state
+	}
+	return state, err
+}
+
+// forgetCard must be called by a step that changed the card, or may have changed it.
+func (e *Env) forgetCard(card device.Card) { delete(e.cards, card) }
 
 // Of returns those of the steps that have the type S.
 func Of[S Step](list []Step) []S {
@@ -109,4 +151,28 @@ func RevertAll(ctx context.Context, env *Env, list []Step) error {
 		}
 	}
 	return nil
+}
+
+const (
+	// CallTime limits the time that Prepare works on the hardware, however long the kubelet waits.
+	CallTime = 40 * time.Second
+	// AnswerTime is the part of the kubelet's timeout that is left to report an error.
+	AnswerTime = 2 * time.Second
+	// UndoTime is the part of the kubelet's timeout that is kept free to undo a failed Prepare.
+	UndoTime = 8 * time.Second
+	// DestroyTime is the longest time that one call waits until no process uses the MIG instances that
+	// it must remove. Other claims on the GPU wait too.
+	DestroyTime = 20 * time.Second
+	// PeriodicTime limits how long Reconcile and other periodic work keep a GPU locked to remove MIG
+	// instances or stop daemons that may be in use. The next pass retries soon.
+	PeriodicTime = 5 * time.Second
+)
+
+// WithTimeout returns a context for work on the hardware. It ends after the duration "most", or
+// earlier if the caller's deadline minus "reserve" comes first.
+func WithTimeout(ctx context.Context, most, reserve time.Duration) (context.Context, context.CancelFunc) {
+	if deadline, ok := ctx.Deadline(); ok {
+		most = min(most, time.Until(deadline)-reserve)
+	}
+	return context.WithTimeoutCause(ctx, most, fmt.Errorf("not done within %s", most.Round(time.Second)))
 }

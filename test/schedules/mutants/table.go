@@ -5,7 +5,6 @@ const (
 	durableDir    = "pkg/durable"
 	lockDir       = "pkg/lock"
 	prepareDir    = "pkg/prepare"
-	claimlockDir  = "pkg/prepare/claimlock"
 	ledgerDir     = "pkg/prepare/ledger"
 	reconcileDir  = "pkg/prepare/reconcile"
 	stepsDir      = "pkg/prepare/steps"
@@ -21,8 +20,8 @@ var mutants = []mutant{
 	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
 	{"two instances lock the same GPU", lockDir, "open", instead{"TryLock", "TryRLock"}},
 	{"two instances lock the same claim", lockDir, "lockPart", instead{"F_WRLCK", "F_RDLCK"}},
-	{"GPUs are not locked", claimlockDir, "AddGPUs", lastArgument{call{to: "Add"}, ""}},
-	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepareLocked", skip{call{to: "checkConflicts"}}},
+	{"GPUs are not locked", prepareDir, "LockGPUs", lastArgument{call{to: "Add"}, ""}},
+	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepare", skip{call{to: "checkConflicts"}}},
 	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},
 	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
 	{"the result is not recorded", prepareDir, "(*Preparer).execute", skip{call{to: "recordResult"}}},
@@ -46,7 +45,7 @@ var mutants = []mutant{
 	{"the file of shared state without a holder stays", stepsDir, "(*Shared).RemoveHolder", skip{call{to: "RemoveHolder"}}},
 	{"a holder from before a reboot counts", stepsDir, "(*Shared).load", dropOperand{"BootID"}},
 	{"a record of an earlier boot is taken for the hardware's state", stepsDir, "NewEnv", literalField{"EarlierBoot", "false"}},
-	{"a late call is not refused", prepareDir, "(*Preparer).checkTimely", skip{call{to: "checkUnchanged"}}},
+	{"a late call is not refused", prepareDir, "(*Preparer).prepare", skip{call{to: "checkUnchanged"}}},
 	{"a claim that no Pod may use any more is prepared", prepareDir, "(*Preparer).checkUnchanged", skip{call{to: "checkReserved"}}},
 	{"a claim that is in use again is garbage collected", reconcileDir, "(*Reconciler).UnprepareOrphan", ignore{call{to: "confirm"}}},
 	{"a claim that lost its devices is not garbage collected", ledgerDir, "(*Ledger).OrphanReason", emptyRange{}},
