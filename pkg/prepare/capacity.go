@@ -102,9 +102,3 @@ func consumedBy(r checkpoint.Record, deviceName string) capacity {
 	}
 	return sum
 }
-
-// sameCapacity reports whether old and now are the same amounts. A nil old equals anything, because
-// early versions of the driver did not record what a claim consumes.
-func sameCapacity(old, now capacity) bool {
-	return old == nil || maps.EqualFunc(old, now, func(a, b resource.Quantity) bool { return a.Cmp(b) == 0 })
-}

@@ -5,7 +5,6 @@ package prepare_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -22,7 +21,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
@@ -314,43 +312,6 @@ func TestConsumedCapacityIsRecorded(t *testing.T) {
 				t.Errorf("share %d has %s of %s, want %s", i, q.String(), name, amount)
 			}
 		}
-	}
-}
-
-func TestRePrepareAcceptsRecordWithoutConsumedCapacity(t *testing.T) {
-	w := newWorldWithShares(t)
-	p := w.plugin(t)
-	old := newClaim("old", fraction("a", share0, "20Gi", "30"))
-	mustPrepare(t, p, old)
-	removeField(t, w, recordFile(t, w, "uid-old"), "consumedCapacity")
-	// A record without consumed capacity counts as the same allocation. So the next Prepare must not
-	// restart the MPS daemon that running containers use.
-	w.hardware.takeCalls()
-	mustPrepare(t, p, old)
-	if calls := w.hardware.takeCalls(); slices.Contains(calls, "stop "+share0) {
-		t.Errorf("hardware calls: %q", calls)
-	}
-}
-
-// removeField removes a field from each device in the record file.
-func removeField(t *testing.T, w *world, file, field string) {
-	t.Helper()
-	var e struct{ Payload map[string]any }
-	raw, err := w.disk.ReadFile(file)
-	if err == nil {
-		err = json.Unmarshal(raw, &e)
-	}
-	devices, _ := e.Payload["devices"].([]any)
-	for _, d := range devices {
-		d, _ := d.(map[string]any)
-		if _, is := d[field]; !is {
-			t.Errorf("no %s in %v", field, d)
-		}
-		delete(d, field)
-	}
-	changed := statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
-	if err = errors.Join(err, changed.Write(w.disk, file, e.Payload)); err != nil {
-		t.Fatal(err)
 	}
 }
 

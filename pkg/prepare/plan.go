@@ -102,8 +102,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 			_, d.Fraction = r.Capacity[device.CapacityMemory]
 			d.ConsumedCapacity, req.totals = r.Capacity, p.opts.ShareTotals(req.gpu, req.name)
 		}
-		strategy, _, _ := requestedSharing(r.Config)
-		shares = shares || req.name.Share || strategy != v1beta1.SharingNone
+		shares = shares || req.name.Share || r.Config.SharingStrategy() != v1beta1.SharingNone
 		pl.partitioned = pl.partitioned || req.name.Partition != nil
 		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}

@@ -3,9 +3,11 @@ package prepare
 import (
 	"bytes"
 	"context"
+	"maps"
 	"reflect"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
@@ -220,7 +222,7 @@ func replacedError(d checkpoint.Device, now string) error {
 // UUIDs: a replaced card is no change of the allocation.
 func sameDevice(old, now checkpoint.Device) bool {
 	return old.Request == now.Request && old.Pool == now.Pool && old.Device == now.Device && old.AdminAccess == now.AdminAccess &&
-		ptr.Equal(old.ShareID, now.ShareID) && sameCapacity(old.ConsumedCapacity, now.ConsumedCapacity)
+		ptr.Equal(old.ShareID, now.ShareID) && maps.EqualFunc(old.ConsumedCapacity, now.ConsumedCapacity, func(a, b resource.Quantity) bool { return a.Equal(b) })
 }
 
 // sameSteps reports whether the record already has these steps. It ignores fields that this version

@@ -52,7 +52,7 @@ func (p *Preparer) planSharing(pl *plan, results []claim.Result) (s sharing, _ e
 	var groups []*mpsGroup
 	var fractions []int
 	for i, r := range results {
-		strategy, interval, config := requestedSharing(r.Config)
+		strategy, config := r.Config.SharingStrategy(), mpsConfig(r.Config)
 		req := pl.requests[i]
 		if err := checkSharing(r, req.name, strategy, config); err != nil {
 			return s, err
@@ -64,7 +64,7 @@ func (p *Preparer) planSharing(pl *plan, results []claim.Result) (s sharing, _ e
 		switch {
 		case strategy == v1beta1.SharingTimeSlicing && req.name.Partition == nil:
 			if err := s.add(req.name.GPU, []string{req.name.GPU}, &steps.TimeSlice{
-				SettingState: steps.SettingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: steps.TimeSliceIntervals[interval],
+				SettingState: steps.SettingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: timeSlice(r.Config),
 			}); err != nil {
 				return s, err
 			}
@@ -135,25 +135,27 @@ func checkSinglePartition(pl *plan, results []claim.Result, g *mpsGroup) error {
 	return nil
 }
 
-// requestedSharing returns the strategy, the time slice interval and the MPS settings of a
-// configuration.
-func requestedSharing(c v1beta1.Config) (v1beta1.SharingStrategy, v1beta1.TimeSliceInterval, *v1beta1.MPSConfig) {
+// timeSlice returns the time slice that a configuration with strategy TimeSlicing asks for.
+func timeSlice(c v1beta1.Config) device.TimeSlice {
+	if gpu, ok := c.(*v1beta1.GpuConfig); ok && gpu.Sharing.TimeSlicing != nil {
+		return steps.TimeSliceIntervals[gpu.Sharing.TimeSlicing.Interval]
+	}
+	return device.TimeSliceDefault
+}
+
+// mpsConfig returns the MPS settings of a configuration, or nil.
+func mpsConfig(c v1beta1.Config) *v1beta1.MPSConfig {
 	switch c := c.(type) {
 	case *v1beta1.GpuConfig:
-		if c.Sharing == nil {
-			return v1beta1.SharingNone, "", nil
+		if c.Sharing != nil {
+			return c.Sharing.MPS
 		}
-		interval := v1beta1.IntervalDefault
-		if c.Sharing.TimeSlicing != nil {
-			interval = c.Sharing.TimeSlicing.Interval
-		}
-		return c.Sharing.Strategy, interval, c.Sharing.MPS
 	case *v1beta1.MigDeviceConfig:
 		if c.Sharing != nil {
-			return c.Sharing.Strategy, "", c.Sharing.MPS
+			return c.Sharing.MPS
 		}
 	}
-	return v1beta1.SharingNone, "", nil
+	return nil
 }
 
 // addExclusiveMode adds a step that sets the GPU's compute mode to exclusive process, which MPS

@@ -5,6 +5,7 @@ package prepare_test
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -139,6 +140,50 @@ func TestHolderFileWithWrongStepKindIsAnError(t *testing.T) {
 		!strings.Contains(err.Error(), steps.ComputeModeKind) ||
 		strings.Contains(err.Error(), "%!") {
 		t.Errorf("cause %s: %v", cause.Of(err), err)
+	}
+}
+
+// A damaged or foreign file of a shared partition must not crash the plugin. The claims that share
+// the partition get an error that names the file.
+func TestHolderFileWithWrongStepOfPreparedClaimIsAnError(t *testing.T) {
+	other, err := steps.NewShared(gpu0, []string{gpu0}, &steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: gpu0}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for what, step := range map[string]checkpoint.Step{"another kind": other.Want, "no step": {}} {
+		t.Run(what, func(t *testing.T) {
+			w := newWorld(t)
+			withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, migPart1)
+			name, _ := device.ParseName(migShare0)
+			h, _, err := p.Records.Holder(steps.PartitionKey(name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			h.Step = step
+			if err := p.Records.SaveHolder(h); err != nil {
+				t.Fatal(err)
+			}
+			_, again := p.Prepare(t.Context(), migPart1)
+			_, join := p.Prepare(t.Context(), migPart2)
+			for what, err := range map[string]error{
+				"prepare again": again, "join": join, "reconcile": p.Reconcile(t.Context()), "repair": p.RepairClaimSpec(t.Context(), migPart1.UID),
+			} {
+				if err == nil || !strings.Contains(err.Error(), h.Key) || !strings.Contains(err.Error(), cmp.Or(step.Kind, `""`)) {
+					t.Errorf("%s: %v", what, err)
+				}
+			}
+			if cause.Of(again) != cause.Record || cause.Of(join) != cause.Record {
+				t.Errorf("causes %s and %s", cause.Of(again), cause.Of(join))
+			}
+			if devices, err := p.PreparedDevices(migPart1.UID); err != nil || len(devices) == 0 {
+				t.Errorf("%v, %v", devices, err)
+			}
+			if step.Kind != "" {
+				mustUnprepare(t, p, migPart1.UID)
+			}
+		})
 	}
 }
 

@@ -21,6 +21,8 @@ type Config interface {
 	Default()
 	// Validate returns an error of one line that names the invalid field. Call Default first.
 	Validate() error
+	// SharingStrategy returns the requested strategy, or [SharingNone].
+	SharingStrategy() SharingStrategy
 }
 
 // kinds has a function for each kind that returns an empty configuration. Errors list the kinds in

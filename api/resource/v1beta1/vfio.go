@@ -56,6 +56,9 @@ func (c *VfioDeviceConfig) Default() {
 	}
 }
 
+// SharingStrategy returns [SharingNone]: a GPU that is passed through cannot be shared.
+func (c *VfioDeviceConfig) SharingStrategy() SharingStrategy { return SharingNone }
+
 // Validate returns an error if iommu.backendPolicy has an unknown value.
 func (c *VfioDeviceConfig) Validate() error {
 	if c.IOMMU == nil {

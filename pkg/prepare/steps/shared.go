@@ -80,7 +80,15 @@ func (s *Shared) Load(records *checkpoint.Store, bootID string) error {
 	if err := s.load(records, bootID); err != nil {
 		return s.unreadableError(err)
 	}
+	if _, creates := AsCreator(s); creates && s.MIG() == nil {
+		return wrongKindError(s.Key, s.state.step)
+	}
 	return nil
+}
+
+func wrongKindError(key string, step Sharable) error {
+	return cause.Errorf(cause.Record, "the file of shared MIG instance %s has a step of kind %s instead: delete the Pods that share the device",
+		key, step.Kind())
 }
 
 // Recreate implements [Creator]. It also saves the new partition in the file of the shared step.
@@ -118,7 +126,7 @@ func (s *Shared) load(records *checkpoint.Store, bootID string) error {
 		return err
 	}
 	s.state.holder = h
-	s.state.step, err = decodeSharable(h.Step)
+	s.state.step, err = StepOf(h)
 	return err
 }
 
@@ -326,7 +334,7 @@ func InstanceOf(h checkpoint.Holder) (*MIGInstance, error) {
 	}
 	m, ok := step.(*MIGInstance)
 	if !ok {
-		return nil, cause.Errorf(cause.Record, "the file of shared MIG instance %s has a step of kind %s instead", h.Key, step.Kind())
+		return nil, wrongKindError(h.Key, step)
 	}
 	return m, nil
 }
