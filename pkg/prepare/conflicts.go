@@ -64,7 +64,8 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 }
 
 // checkShare returns an error if other claims on the shared device i leave too little capacity,
-// have an unreadable record, or have shares of the other sort (with or without limits). If sameAllocation is true, the claim had this share before, so capacity does not matter.
+// have an unreadable record, or have shares of the other sort (with or without limits). If
+// sameAllocation is true, the claim had this share before, so capacity does not matter.
 func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAllocation bool) error {
 	d := pl.record.Devices[i]
 	var holders []checkpoint.Record
