@@ -381,14 +381,18 @@ func TestHeldDevicesStayAsPublished(t *testing.T) {
 			if t.Failed() {
 				t.Fatalf("seed %d: %s", seed, strings.Join(f.log, "\n"))
 			}
+			unheld := *f
+			unheld.held = nil
+			offered := map[string]bool{}
+			for _, s := range Offer(unheld.offerings()) {
+				offered[s.Name()] = true
+			}
 			for name, d := range f.held {
 				held++
 				if len(d.consumes) == 0 {
 					uncounted++
 				}
-				f := *f
-				f.held = nil
-				if !slices.ContainsFunc(Offer(f.offerings()), func(s Shape) bool { return s.Name() == name }) {
+				if !offered[name] {
 					kept++
 				}
 			}

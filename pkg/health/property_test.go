@@ -36,13 +36,21 @@ func (o *oracle) markBroken(now time.Time, names ...string) {
 // same verdicts with the same times.
 func TestRandomFaultsAreNeverHidden(t *testing.T) {
 	names := gpu.DeviceNames()
+	var parsed []device.Name
+	for _, text := range names {
+		n, ok := device.ParseName(text)
+		if !ok {
+			t.Fatal(text)
+		}
+		parsed = append(parsed, n)
+	}
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		disk := durabletest.New()
 		store := Store{Disk: disk, Path: "/state/health.json", BootID: "boot"}
 		w := newTestMonitor(t, Options{})
 		o := oracle{broken: map[string]time.Time{}}
-		var story []string
+		var trace []string
 		for range 120 {
 			w.now = w.now.Add(time.Duration(1+r.IntN(4000)) * time.Millisecond)
 			var step string
@@ -126,12 +134,13 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 				step = "the GPU is fine"
 				w.answerOK()
 			}
-			story = append(story, step)
-			for _, n := range names {
-				v := w.verdict(n)
+			trace = append(trace, step)
+			view := w.View()
+			for i, n := range names {
+				v := view.Of(gpu, parsed[i])
 				since, is := o.broken[n]
 				if is && v.State < Unhealthy || !is && v.State >= Unhealthy {
-					t.Fatalf("seed %d: %s is %s (%s), broken %v, after %q", seed, n, v.State, v.Message(), is, story[max(0, len(story)-8):])
+					t.Fatalf("seed %d: %s is %s (%s), broken %v, after %q", seed, n, v.State, v.Message(), is, trace[max(0, len(trace)-8):])
 				}
 				if !is || since.Equal(start) {
 					continue
@@ -140,7 +149,7 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 				// comes first.
 				unhealthy := slices.IndexFunc(v.Causes, func(f Finding) bool { return f.State == Unhealthy })
 				if unhealthy >= 0 && v.Causes[unhealthy].Since.After(since) {
-					t.Fatalf("seed %d: %s is broken since %s, but its cause says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, story)
+					t.Fatalf("seed %d: %s is broken since %s, but its cause says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, trace)
 				}
 			}
 			if n := len(w.View().Findings(address)); n > maxFindings {

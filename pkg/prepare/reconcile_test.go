@@ -126,15 +126,17 @@ func TestReconcileReportsSkippedClaims(t *testing.T) {
 			[]types.UID{"uid-c"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
-			p := w.plugin(t)
-			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-			var got []types.UID
-			p.OnSkipped = func(uid types.UID) { got = append(got, uid) }
-			c.change(t, w, p)
-			if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
-				t.Errorf("%v, skipped %q", err, got)
-			}
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(t)
+				p := w.plugin(t)
+				mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+				var got []types.UID
+				p.OnSkipped = func(uid types.UID) { got = append(got, uid) }
+				c.change(t, w, p)
+				if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
+					t.Errorf("%v, skipped %q", err, got)
+				}
+			})
 		})
 	}
 }

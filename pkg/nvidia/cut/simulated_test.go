@@ -41,7 +41,10 @@ func TestFirstCreateInUseIsRetried(t *testing.T) {
 	// If the GPU stays in use, the error must name the process that has it open.
 	pid, _ := s.Foreign("hold", 1)
 	s.Fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlDeviceCreateGpuInstanceWithPlacement", 0)
-	_, err := c.CreateInstance(t.Context(), c.Card, 14, device.Placement{Start: 2, Size: 2})
+	// The retries end 2 s before this deadline.
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	_, err := c.CreateInstance(ctx, c.Card, 14, device.Placement{Start: 2, Size: 2})
 	nvidiatest.RefusedBy(t, err, pid)
 }
 
