@@ -2,6 +2,7 @@ package supervisor
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,12 +43,9 @@ type control struct {
 // because the driver may be installed or replaced at any time.
 func newControl(o Options, spec mps.Daemon) (control, error) {
 	paths := o.visible()
-	program, err := driverroot.Find(o.DriverRootMount, controlProgram)
-	if err != nil {
-		return control{}, fmt.Errorf("find the driver's MPS on this node (driver root %s): %w", o.DriverRoot, err)
-	}
-	server, err := driverroot.Find(o.DriverRootMount, serverProgram)
-	if err != nil {
+	program, controlErr := driverroot.Find(o.DriverRootMount, controlProgram)
+	server, serverErr := driverroot.Find(o.DriverRootMount, serverProgram)
+	if err := cmp.Or(controlErr, serverErr); err != nil {
 		return control{}, fmt.Errorf("find the driver's MPS on this node (driver root %s): %w", o.DriverRoot, err)
 	}
 	return control{
@@ -185,15 +183,12 @@ func (c control) awaitAnswer(ctx context.Context, p *process) error {
 		if err == nil {
 			return nil
 		}
-		timer := time.NewTimer(pause)
 		select {
 		case <-p.done:
-			timer.Stop()
 			return errEnded
 		case <-ctx.Done():
-			timer.Stop()
 			return fmt.Errorf("%w (last attempt: %w)", context.Cause(ctx), err)
-		case <-timer.C:
+		case <-time.After(pause):
 		}
 		pause = min(2*pause, time.Second)
 	}

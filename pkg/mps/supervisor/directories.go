@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 
@@ -157,19 +158,23 @@ func (d directories) remove(id string) error {
 			return err
 		}
 	}
-	err := errors.Join(unmountAll(d.paths.Pipes(id)), unmountAll(d.paths.Shm(id)))
+	var err error
 	for _, path := range []string{d.paths.Pipes(id), d.paths.Shm(id)} {
+		if err == nil {
+			err = unmountAll(path)
+		}
 		if err == nil {
 			err = removeUnmounted(path)
 		}
 	}
-	if err := errors.Join(err, os.RemoveAll(dir)); err != nil {
-		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
+	err = errors.Join(err, os.RemoveAll(dir))
+	if err == nil {
+		d.shm.Lock()
+		_ = os.Remove(d.paths.ShmDir()) // This fails while other daemons have a directory in it.
+		d.shm.Unlock()
+		err = durable.OS{}.SyncDir(d.paths.Root())
 	}
-	d.shm.Lock()
-	_ = os.Remove(d.paths.ShmDir()) // This fails while other daemons have a directory in it.
-	d.shm.Unlock()
-	if err := (durable.OS{}).SyncDir(d.paths.Root()); err != nil {
+	if err != nil {
 		return fmt.Errorf("remove the directories of MPS daemon %s: %w", id, err)
 	}
 	return nil
@@ -229,8 +234,7 @@ func (d directories) read(id, name string, into any) error {
 	return nil
 }
 
-// daemonIDs returns the IDs of the daemons that have a directory on disk or for shared memory. An
-// ID may occur twice.
+// daemonIDs returns the IDs of the daemons that have a directory on disk or for shared memory.
 func (d directories) daemonIDs() ([]string, error) {
 	var ids []string
 	for _, dir := range []string{d.paths.Root(), d.paths.ShmDir()} {
@@ -247,5 +251,6 @@ func (d directories) daemonIDs() ([]string, error) {
 			}
 		}
 	}
-	return ids, nil
+	slices.Sort(ids)
+	return slices.Compact(ids), nil
 }

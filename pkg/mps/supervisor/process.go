@@ -77,15 +77,15 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 }
 
 // adopt returns the control daemon that an earlier supervisor started and wrote to run.json as
-// record. It returns nil if that process has ended, or if it is not a control daemon in the set
-// named by the parameter of.
+// record. It returns nil if that process has ended, or if it is not in the set named by the
+// parameter of.
 func adopt(record runRecord, of processSet) *process {
 	fd, err := unix.PidfdOpen(record.PID, 0)
 	if err != nil {
 		return nil
 	}
 	started, err := startTime(procRoot, record.PID)
-	if err != nil || started != record.StartTime || !of.contains(record.PID) || commandName(record.PID) != controlProgram {
+	if err != nil || started != record.StartTime || !of.contains(record.PID) {
 		_ = unix.Close(fd)
 		return nil
 	}
@@ -272,14 +272,4 @@ func startTime(proc string, pid int) (uint64, error) {
 
 func procPath(proc string, pid int, file string) string {
 	return filepath.Join(proc, strconv.Itoa(pid), file)
-}
-
-// commandName returns the base name of a process's argv[0].
-func commandName(pid int) string {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-	if err != nil {
-		return ""
-	}
-	first, _, _ := bytes.Cut(data, []byte{0})
-	return filepath.Base(string(first))
 }

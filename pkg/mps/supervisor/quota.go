@@ -92,29 +92,11 @@ func unmountAll(path string) error {
 	}
 }
 
-// removeUnmounted removes the directory path with its content. The caller must have unmounted all
-// file systems there.
+// removeUnmounted removes the directory path with its content, on which this process sees no mount.
+// A container with the node's /dev may still see one. Then the kernel refuses the removal in every
+// mount namespace that has a copy of the mount, so removeUnmounted retries in one without mounts.
 func removeUnmounted(path string) error {
-	entries, err := os.ReadDir(path)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	for _, e := range entries {
-		if err := os.RemoveAll(filepath.Join(path, e.Name())); err != nil {
-			return err
-		}
-	}
-	return removeMountpoint(path)
-}
-
-// removeMountpoint removes an empty directory on which this process sees no mount. A container with
-// the node's /dev may still see one. Then the kernel refuses the removal in every mount namespace
-// that has a copy of the mount, so removeMountpoint retries in a namespace without mounts.
-func removeMountpoint(path string) error {
-	err := os.Remove(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
+	err := os.RemoveAll(path)
 	if !errors.Is(err, unix.EBUSY) {
 		return err
 	}

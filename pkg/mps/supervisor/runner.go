@@ -44,38 +44,31 @@ type runner struct {
 	retry    chan struct{} // requests an immediate start
 	waits    waits         // how long the daemon's processes may take to end
 
-	mu       sync.Mutex
-	status   mps.Status
+	mu  sync.Mutex
+	now progress
+}
+
+// progress is how far the runner is with its daemon.
+type progress struct {
+	mps.Status
 	tries    int           // number of starts so far
 	wasReady bool          // the daemon has been ready under this supervisor or an earlier one
-	changed  chan struct{} // closed when the status changes
+	changed  chan struct{} // closed at the next change
 }
 
-func newRunner(spec mps.Daemon, wasReady bool) *runner {
-	return &runner{
-		spec: spec, finished: make(chan struct{}), retry: make(chan struct{}, 1), waits: normalWaits,
-		wasReady: wasReady, changed: make(chan struct{}),
-		status: mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
-	}
-}
-
-// snapshot returns the daemon's current status and the number of starts so far (tries). The channel
-// changed is closed at the next change of the status.
-func (r *runner) snapshot() (status mps.Status, tries int, changed <-chan struct{}) {
+func (r *runner) progress() progress {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.status, r.tries, r.changed
+	return r.now
 }
 
-func (r *runner) setState(state mps.State, change func()) {
+func (r *runner) setState(state mps.State, change func(now *progress)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.status.State, r.status.Since = state, time.Now()
-	if change != nil {
-		change()
-	}
-	close(r.changed)
-	r.changed = make(chan struct{})
+	r.now.State, r.now.Since = state, time.Now()
+	change(&r.now)
+	close(r.now.changed)
+	r.now.changed = make(chan struct{})
 }
 
 func (r *runner) retryNow() {
@@ -113,7 +106,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 			pause = firstPause
 		}
 		logger.Error(err, "MPS daemon is down, restarting it after a pause", "pause", pause)
-		r.setState(mps.Failed, func() { r.status.Error, r.status.PID = err.Error(), 0; r.status.Restarts++ })
+		r.setState(mps.Failed, func(now *progress) { now.Error, now.PID, now.Restarts = err.Error(), 0, now.Restarts+1 })
 		select {
 		case <-ctx.Done():
 		case <-r.retry:
@@ -131,7 +124,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 // the daemon does not become ready, and when the daemon has ended. If ctx ends first, serveOnce
 // sends the command quit.
 func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
-	r.setState(mps.Starting, func() { r.tries++ })
+	r.setState(mps.Starting, func(now *progress) { now.tries++ })
 	if err := s.directories.make(r.spec.ID); err != nil {
 		return err
 	}
@@ -159,7 +152,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 		return err // run ends the daemon's processes.
 	}
 	klog.FromContext(ctx).Info("MPS daemon is ready", "pid", p.pid, "devices", r.spec.Devices)
-	r.setState(mps.Ready, func() { r.status.PID, r.status.Error, r.wasReady = p.pid, "", true })
+	r.setState(mps.Ready, func(now *progress) { now.PID, now.Error, now.wasReady = p.pid, "", true })
 	select {
 	case <-p.done:
 		return withLastLines(errEnded, p, output, written, false)

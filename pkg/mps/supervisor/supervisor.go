@@ -116,8 +116,7 @@ func (s *Supervisor) restore() error {
 	if err != nil {
 		return err
 	}
-	slices.Sort(ids)
-	for _, id := range slices.Compact(ids) {
+	for _, id := range ids {
 		spec, err := s.directories.readSpec(s.bootID, id)
 		if err == nil {
 			s.startRunner(spec, true)
@@ -144,9 +143,14 @@ func (s *Supervisor) restore() error {
 // not remove the daemon, because an earlier supervisor ran it. The caller must hold the daemon in
 // s.queues, unless the supervisor does not yet serve requests.
 func (s *Supervisor) startRunner(spec mps.Daemon, wasReady bool) *runner {
-	r := newRunner(spec, wasReady)
 	ctx, end := context.WithCancelCause(s.ctx)
-	r.end = end
+	r := &runner{
+		spec: spec, end: end, finished: make(chan struct{}), retry: make(chan struct{}, 1), waits: normalWaits,
+		now: progress{
+			Status:   mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
+			wasReady: wasReady, changed: make(chan struct{}),
+		},
+	}
 	s.mu.Lock()
 	s.runners[spec.ID] = r
 	s.mu.Unlock()
@@ -160,12 +164,9 @@ func (s *Supervisor) find(id string) *runner {
 	return s.runners[id]
 }
 
-// Start returns nil when the daemon runs as spec describes. [mps.Client.Start] says what it does
-// with an existing daemon and after an error.
+// Start returns nil when the daemon runs as the valid spec describes. [mps.Client.Start] says what
+// it does with an existing daemon and after an error.
 func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
-	if err := spec.Validate(); err != nil {
-		return err
-	}
 	release, err := s.queues.acquire(ctx, spec.ID)
 	if err != nil {
 		return err
@@ -183,15 +184,15 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 		r = nil
 	}
 	if r != nil {
-		status, tries, _ := r.snapshot()
-		switch status.State {
+		now := r.progress()
+		switch now.State {
 		case mps.Ready:
 			return s.verify(ctx, r)
 		case mps.Failed:
-			tries++ // Wait for the result of the next start, not of the failed one.
+			now.tries++ // Wait for the result of the next start, not of the failed one.
 			r.retryNow()
 		}
-		return s.awaitReady(ctx, r, tries)
+		return s.awaitReady(ctx, r, now.tries)
 	}
 	if s.ctx.Err() != nil {
 		return errStopping
@@ -210,23 +211,23 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 // daemon was ready before.
 func (s *Supervisor) awaitReady(ctx context.Context, r *runner, try int) error {
 	for {
-		status, tries, changed := r.snapshot()
+		now := r.progress()
 		switch {
-		case status.State == mps.Ready:
+		case now.State == mps.Ready:
 			return nil
-		case status.State == mps.Failed && tries >= try:
-			err := errors.New(status.Error)
-			if !r.hasBeenReady() {
-				if left := s.stopRunner(r); left != nil {
-					// A process survived SIGKILL. So the runner stays registered and the daemon's files stay.
-					return errors.Join(err, left)
-				}
-				err = errors.Join(err, s.directories.remove(r.spec.ID))
+		case now.State == mps.Failed && now.tries >= try:
+			err := errors.New(now.Error)
+			if now.wasReady {
+				return err
 			}
-			return err
+			if left := s.stopRunner(r); left != nil {
+				// A process survived SIGKILL. So the runner stays registered and the daemon's files stay.
+				return errors.Join(err, left)
+			}
+			return errors.Join(err, s.directories.remove(r.spec.ID))
 		}
 		select {
-		case <-changed:
+		case <-now.changed:
 		case <-r.finished:
 			return errStopping
 		case <-ctx.Done():
@@ -244,12 +245,6 @@ func (r *runner) isFinished() bool {
 	default:
 		return false
 	}
-}
-
-func (r *runner) hasBeenReady() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.wasReady
 }
 
 // verify returns an error if a ready daemon does not answer, has lost a directory that its clients
@@ -272,7 +267,7 @@ func (s *Supervisor) verify(ctx context.Context, r *runner) error {
 		return fmt.Errorf("check whether the MPS daemon answers: %w", err)
 	} else if err != nil {
 		return fmt.Errorf("the MPS daemon runs but does not answer "+
-			"(to restart it, which ends its clients, kill process %d): %w", r.pid(), err)
+			"(to restart it, which ends its clients, kill process %d): %w", r.progress().PID, err)
 	}
 	return c.apply(ctx, r.spec)
 }
@@ -281,7 +276,7 @@ func (s *Supervisor) verify(ctx context.Context, r *runner) error {
 // container would mount. That is so if another program removed a directory and the supervisor
 // created it again.
 func (s *Supervisor) checkDirectories(r *runner) error {
-	pid := r.pid()
+	pid := r.progress().PID
 	for outside, inside := range map[string]string{
 		s.visible.Pipes(r.spec.ID): namespace.Pipes, s.visible.Shm(r.spec.ID): namespace.SharedMemory,
 	} {
@@ -298,11 +293,6 @@ func (s *Supervisor) checkDirectories(r *runner) error {
 		}
 	}
 	return nil
-}
-
-func (r *runner) pid() int {
-	status, _, _ := r.snapshot()
-	return status.PID
 }
 
 // Stop returns nil when no process and no directory of the daemon is left, also if there was none.
@@ -361,8 +351,7 @@ func (s *Supervisor) List() []mps.Status {
 	defer s.mu.Unlock()
 	all := []mps.Status{}
 	for _, id := range slices.Sorted(maps.Keys(s.runners)) {
-		status, _, _ := s.runners[id].snapshot()
-		all = append(all, status)
+		all = append(all, s.runners[id].progress().Status)
 	}
 	return all
 }
