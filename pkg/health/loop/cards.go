@@ -14,7 +14,7 @@ import (
 // unplugged and that no claim holds. It returns the node's GPUs: those of the inventory, and the
 // unhealthy ones that it lacks.
 func (l *Loop) syncCards() []device.GPU {
-	s := l.inventory.Snapshot()
+	s := l.opts.Inventory.Snapshot()
 	if !s.Known {
 		return nil
 	}
@@ -60,7 +60,7 @@ func (l *Loop) removedForGood(s inventory.Snapshot, g device.GPU) bool {
 // inUse reports whether a claim holds the GPU or a part of it. If a claim's checkpoint record
 // cannot be read, the answer is true.
 func (l *Loop) inUse(gpu string) bool {
-	entries, err := l.records.List()
+	entries, err := l.opts.Records.List()
 	if err != nil {
 		return true
 	}

@@ -86,12 +86,8 @@ type Options struct {
 
 // Loop has the health verdicts on the node's devices.
 type Loop struct {
-	rules     health.Rules
-	store     health.Store
-	inventory Inventory
-	records   Records
-	reporter  Reporter
-	watch     func(ctx context.Context, report func(device.Signal)) error
+	opts  Options
+	store health.Store
 
 	signals       chan device.Signal
 	leader        chan bool // whether this instance is the leader
@@ -120,7 +116,7 @@ type state struct {
 // New returns a Loop without verdicts.
 func New(o Options) *Loop {
 	return &Loop{
-		rules: o.Rules, inventory: o.Inventory, records: o.Records, reporter: o.Reporter, watch: o.Watch,
+		opts:    o,
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
 		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), clearRequests: make(chan string, 1),
 		changed: make(chan struct{}),
@@ -175,10 +171,10 @@ func replaceLatest[T any](latest chan T, v T) {
 // Restore loads the saved findings and sets the first View. It must be called before Run, and
 // before the first slices are published, or these would lack taints.
 func (l *Loop) Restore(ctx context.Context) {
-	if l.watch == nil {
+	if l.opts.Watch == nil {
 		return
 	}
-	l.monitor = health.New(health.Options{Rules: l.rules}, time.Now())
+	l.monitor = health.New(health.Options{Rules: l.opts.Rules}, time.Now())
 	l.load(ctx)
 	l.syncCards()
 	l.monitor.Changes() // drop the saved findings, which were reported before the restart
@@ -189,7 +185,7 @@ func (l *Loop) Restore(ctx context.Context) {
 
 // Run evaluates signals until the context ends.
 func (l *Loop) Run(ctx context.Context) {
-	if l.watch == nil {
+	if l.opts.Watch == nil {
 		return
 	}
 	tick := time.NewTicker(tickInterval)
@@ -224,7 +220,7 @@ func (l *Loop) tick(ctx context.Context, now time.Time) {
 	l.syncCards()
 	l.monitor.Tick(now)
 	l.lastTick.Store(now.UnixNano())
-	l.reporter.Count(l.monitor.Counts(), l.monitor.EventFailure())
+	l.opts.Reporter.Count(l.monitor.Counts(), l.monitor.EventFailure())
 	l.save(ctx)
 }
 
@@ -237,7 +233,7 @@ func (l *Loop) clear(ctx context.Context, request string) {
 		return
 	}
 	klog.FromContext(ctx).Info("Ignored unknown GPUs in a request to clear health problems", "annotation", clearAnnotation, "names", unknown)
-	l.reporter.NotCleared(fmt.Sprintf("annotation %s names GPUs that this node does not have: %s; use PCI addresses, device names or UUIDs",
+	l.opts.Reporter.NotCleared(fmt.Sprintf("annotation %s names GPUs that this node does not have: %s; use PCI addresses, device names or UUIDs",
 		clearAnnotation, strings.Join(unknown, ", ")))
 }
 
@@ -262,7 +258,7 @@ func (l *Loop) flush(ctx context.Context) {
 	l.save(ctx)
 	l.setView(view)
 	l.flushed = version
-	l.reporter.Report(ctx, view, gpus, l.monitor.Changes())
+	l.opts.Reporter.Report(ctx, view, gpus, l.monitor.Changes())
 }
 
 // save writes the findings to disk if this plugin instance is the leader: when a verdict may have

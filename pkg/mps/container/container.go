@@ -4,7 +4,6 @@ package container
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -30,7 +29,7 @@ type Container struct {
 // the bundle directory that the state names.
 func Read(state io.Reader) (Container, error) {
 	var c Container
-	if err := decode(io.LimitReader(state, maxState), &c.State); err != nil {
+	if err := json.NewDecoder(io.LimitReader(state, maxState)).Decode(&c.State); err != nil {
 		return c, fmt.Errorf("read the container's state from standard input: %w", err)
 	}
 	if err := c.readConfig(); err != nil {
@@ -48,16 +47,8 @@ func (c *Container) readConfig() error {
 		return fmt.Errorf("open its configuration: %w", err)
 	}
 	defer func() { _ = f.Close() }()
-	if err := decode(io.LimitReader(f, maxConfig), &c.Config); err != nil {
+	if err := json.NewDecoder(io.LimitReader(f, maxConfig)).Decode(&c.Config); err != nil {
 		return fmt.Errorf("read its configuration %s: %w", f.Name(), err)
 	}
 	return nil
-}
-
-func decode(from io.Reader, into any) error {
-	err := json.NewDecoder(from).Decode(into)
-	if errors.Is(err, io.EOF) {
-		return io.ErrUnexpectedEOF
-	}
-	return err
 }
