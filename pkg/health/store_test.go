@@ -14,27 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
-
-func newStore() (Store, *durabletest.Disk) {
-	disk := durabletest.New()
-	return Store{Disk: disk, Path: "/state/health.json", BootID: "boot-1"}, disk
-}
-
-// restart acts like a restart of the plugin: it saves the findings, and returns a test monitor with
-// a new Monitor that has loaded them.
-func (w *testMonitor) restart(s Store, o Options) *testMonitor {
-	w.t.Helper()
-	if err := s.Save(w.Monitor); err != nil {
-		w.t.Fatal(err)
-	}
-	m := New(o, w.now)
-	if err := s.Load(m, w.now); err != nil {
-		w.t.Fatal(err)
-	}
-	return &testMonitor{Monitor: m, t: w.t, now: w.now}
-}
 
 func TestResetDuringPluginDowntimeIsNoticed(t *testing.T) {
 	for name, after := range map[string]func(w *testMonitor){

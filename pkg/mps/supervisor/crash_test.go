@@ -178,15 +178,6 @@ func TestRestoreFromDisk(t *testing.T) {
 	}
 }
 
-func must(t *testing.T, errs ...error) {
-	t.Helper()
-	for _, err := range errs {
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-}
-
 // The supervisor must not signal an unrelated process, even if run.json names its PID and the
 // marker in its environment begins like that of the daemon.
 func TestUnrelatedProcessWithSamePIDSurvives(t *testing.T) {

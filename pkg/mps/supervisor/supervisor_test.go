@@ -5,7 +5,6 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -15,14 +14,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
-
-func itoa(i int) string { return strconv.Itoa(i) }
-
-func daemonWithLimits(id string, devices ...string) mps.Daemon {
-	threads := 40
-	return mps.Daemon{ID: id, Devices: devices, ThreadPercentage: &threads,
-		MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500}, MultiUser: true}
-}
 
 func TestDaemonStartsWithLimitsAndStopsCleanly(t *testing.T) {
 	n := newNode(t)

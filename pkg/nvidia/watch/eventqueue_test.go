@@ -13,15 +13,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-func xid(code uint64, instance *uint32) device.Signal {
-	return device.Signal{Event: &device.HealthEvent{Card: device.Card{PCIAddress: "0000:1b:00.0"}, Kind: device.EventXID, XID: code,
-		GPUInstance: instance}}
-}
-
-func condition(reach device.Reach) device.Signal {
-	return device.Signal{Condition: &device.Condition{Reach: reach}}
-}
-
 func TestEqualEventsCoalesceInOrder(t *testing.T) {
 	q := newEventQueue()
 	for _, s := range []device.Signal{

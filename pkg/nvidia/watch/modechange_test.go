@@ -7,26 +7,10 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
-
-// newWatchedSite watches the site. It returns Partitions that exclude a card from this watch
-// while they change its MIG mode, as in the plugin.
-func newWatchedSite(s nvidiatest.Site, change func(*watcher)) (watch, *cut.Partitions) {
-	s.T.Helper()
-	p := cut.New(s.Paths(), nil, s.Role("partition")...)
-	s.T.Cleanup(p.Close)
-	return watchSite(s, func(w *watcher) {
-		w.options.Partitions = p // for watchers of single cards
-		w.coordinateWith(p)
-		if change != nil {
-			change(w)
-		}
-	}), p
-}
 
 func TestModeChangeReplacesWatcherAndLosesNoEvent(t *testing.T) {
 	s := nvidiatest.NewSite(t, "awkward", layout.Container, "")

@@ -1,17 +1,12 @@
 package watch
 
 import (
-	"context"
 	"fmt"
 	"os"
 	"strings"
-	"sync"
 	"testing"
 
-	"github.com/NVIDIA/go-nvml/pkg/nvml"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
@@ -75,24 +70,6 @@ func TestWatchNeedsDriverToStartChild(t *testing.T) {
 	}
 	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
 	w.awaitListening()
-}
-
-// runLockedWatcher runs a child process of Run with a fake NVML library. The library holds one
-// lock during a query, and the query of the first card never returns.
-func runLockedWatcher() error {
-	var lock sync.Mutex
-	cards := nvidiatest.TwoCards()
-	library := nvidiatest.NVML(cards...)
-	find := library.DeviceGetHandleByPciBusIdFunc
-	library.DeviceGetHandleByPciBusIdFunc = func(bus string) (nvml.Device, nvml.Return) {
-		lock.Lock()
-		if bus == cards[0].Bus {
-			select {}
-		}
-		defer lock.Unlock()
-		return find(bus)
-	}
-	return serve(context.Background(), os.Stdin, os.Stdout, func(nvidia.Paths) (nvml.Interface, error) { return library, nil })
 }
 
 func TestGPUHungWithLockGetsOwnWatcher(t *testing.T) {

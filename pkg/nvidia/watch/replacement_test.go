@@ -47,25 +47,6 @@ func TestHungReplacedWatchersDoNotBlockStart(t *testing.T) {
 	close(gone)
 }
 
-// recorded returns a change of the watcher with which started lists the directories in /proc of all
-// child processes that the watcher has started.
-func recorded(t *testing.T) (change func(*watcher), started func() []string) {
-	t.Helper()
-	file := filepath.Join(t.TempDir(), "started")
-	started = func() []string {
-		pids, err := os.ReadFile(file)
-		if err != nil {
-			t.Error(err)
-		}
-		var found []string
-		for pid := range strings.FieldsSeq(string(pids)) {
-			found = append(found, filepath.Join("/proc", pid))
-		}
-		return found
-	}
-	return scripted("echo $$ >> " + file), started
-}
-
 func TestExclusionOfAllGPUsStartsNoReplacement(t *testing.T) {
 	for node, count := range map[string]int{"t4-x1": 1, "l40s-x2": 2} {
 		t.Run(node, func(t *testing.T) {
@@ -100,14 +81,6 @@ func TestExclusionOfAllGPUsStartsNoReplacement(t *testing.T) {
 			w.awaitCondition(s.Card(0), answers)
 			w.awaitListening()
 		})
-	}
-}
-
-// scripted makes the watcher start each child process by a shell that first runs script and then
-// executes the child's command.
-func scripted(script string) func(*watcher) {
-	return func(w *watcher) {
-		w.options.Command = append([]string{"sh", "-c", script + `; exec "$0" "$@"`}, w.options.Command...)
 	}
 }
 

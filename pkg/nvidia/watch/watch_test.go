@@ -3,12 +3,10 @@ package watch
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -29,106 +27,6 @@ func TestMain(m *testing.M) {
 		"locked":    runLockedWatcher,
 	})
 }
-
-// watchInterval is the poll interval in tests.
-const watchInterval = 100 * time.Millisecond
-
-// watch is a running watcher of a simulated site, with the signals that it has emitted.
-type watch struct {
-	*watcher
-	t       *testing.T
-	signals chan device.Signal
-	stop    func() error
-}
-
-// watchSite watches the site until the test ends or calls stop. change may adapt the watcher before
-// it starts.
-func watchSite(s nvidiatest.Site, change func(*watcher)) watch {
-	s.T.Helper()
-	ctx, cancel := context.WithCancel(s.T.Context())
-	w := watch{t: s.T, signals: make(chan device.Signal, 10000)}
-	w.watcher = newWatcher(Options{Paths: s.Paths(), Command: s.Role("watch"), Interval: watchInterval}, func(signal device.Signal) {
-		select { // the last signals come after the context has ended
-		case w.signals <- signal:
-			return
-		default:
-		}
-		select {
-		case w.signals <- signal:
-		case <-ctx.Done():
-		}
-	})
-	if change != nil {
-		change(w.watcher)
-	}
-	done := make(chan error, 1)
-	go func() { done <- w.run(ctx) }()
-	w.stop = func() error {
-		cancel()
-		err := <-done
-		done <- err
-		return err
-	}
-	s.T.Cleanup(func() { _ = w.stop() })
-	return w
-}
-
-// await returns the first signal for which the function is returns true. what describes this signal
-// in the test's error after a timeout.
-func (w watch) await(what string, is func(device.Signal) bool) device.Signal {
-	w.t.Helper()
-	limit := time.NewTimer(nvidiatest.Patience)
-	defer limit.Stop()
-	var last device.Signal
-	for {
-		select {
-		case s := <-w.signals:
-			if is(s) {
-				return s
-			}
-			last = s
-		case <-limit.C:
-			w.t.Fatalf("timeout waiting for %s; the last signal was %s", what, formatSignal(last))
-		}
-	}
-}
-
-func formatSignal(s device.Signal) string {
-	switch {
-	case s.Event != nil:
-		return fmt.Sprintf("%+v", *s.Event)
-	case s.Condition != nil:
-		return fmt.Sprintf("%+v", *s.Condition)
-	case s.Watcher != nil:
-		return fmt.Sprintf("%+v", *s.Watcher)
-	}
-	return "none"
-}
-
-func (w watch) awaitCondition(of device.Card, is func(device.Condition) bool) device.Condition {
-	w.t.Helper()
-	return *w.await("a condition of "+of.String(), func(s device.Signal) bool {
-		return s.Condition != nil && s.Condition.Card == of && is(*s.Condition)
-	}).Condition
-}
-
-func (w watch) awaitEvent(of device.Card) device.HealthEvent {
-	w.t.Helper()
-	return *w.await("an event of "+of.String(), func(s device.Signal) bool { return s.Event != nil && s.Event.Card == of }).Event
-}
-
-func (w watch) awaitState(is func(device.WatcherState) bool) device.WatcherState {
-	w.t.Helper()
-	return *w.await("a state of the watcher", func(s device.Signal) bool { return s.Watcher != nil && is(*s.Watcher) }).Watcher
-}
-
-// awaitListening returns when the watcher receives the events of all its cards.
-func (w watch) awaitListening() device.WatcherState {
-	w.t.Helper()
-	return w.awaitState(func(s device.WatcherState) bool { return s.Up && s.Events })
-}
-
-func answers(c device.Condition) bool { return c.Reach == device.ReachOK }
 
 func TestWatchCoversEveryGPU(t *testing.T) {
 	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
@@ -249,13 +147,6 @@ func TestLostGPUKeepsKnownUUID(t *testing.T) {
 	w.killChild(s)
 	w.awaitState(func(state device.WatcherState) bool { return !state.Up })
 	w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach == device.ReachLost })
-}
-
-// killChild lets the child process with NVML die at its next query, as if the kernel's OOM killer
-// killed it.
-func (w watch) killChild(s nvidiatest.Site) {
-	w.t.Helper()
-	s.Fault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU}, "nvmlDeviceGetUUID", 1)
 }
 
 func TestWedgedGPUDoesNotBlockOthers(t *testing.T) {

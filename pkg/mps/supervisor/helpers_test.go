@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -301,6 +302,23 @@ func (n *node) cleanUp() {
 	for _, id := range ids {
 		if err := errors.Join(n.processesOf(id).end(normalWaits), unmountAll(n.paths.Pipes(id)), unmountAll(n.paths.Shm(id))); err != nil {
 			n.t.Error(err)
+		}
+	}
+}
+
+func itoa(i int) string { return strconv.Itoa(i) }
+
+func daemonWithLimits(id string, devices ...string) mps.Daemon {
+	threads := 40
+	return mps.Daemon{ID: id, Devices: devices, ThreadPercentage: &threads,
+		MemoryLimits: map[int]uint64{0: 18 << 10, 1: 1500}, MultiUser: true}
+}
+
+func must(t *testing.T, errs ...error) {
+	t.Helper()
+	for _, err := range errs {
+		if err != nil {
+			t.Fatal(err)
 		}
 	}
 }
