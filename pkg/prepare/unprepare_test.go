@@ -158,7 +158,7 @@ func TestRemovedInstanceIsNoLongerOwned(t *testing.T) {
 	mustUnprepare(t, p, "uid-c")
 }
 
-func TestReadOnlyDiskIsReportedInPrepareError(t *testing.T) {
+func TestReadOnlyDiskIsReportedInUnprepareError(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
