@@ -422,45 +422,6 @@ func TestUnfinishedHolderFileIsRemoved(t *testing.T) {
 	}
 }
 
-func TestOrphanReason(t *testing.T) {
-	w := newWorld(t)
-	p := w.plugin(t)
-	c := newClaim("c", allocated("r", gpu0))
-	mustPrepare(t, p, c)
-	r, _, err := p.Record(c.UID)
-	if err != nil {
-		t.Fatal(err)
-	}
-	replaced := newClaim("c", allocated("r", gpu0))
-	replaced.UID = "another"
-	deallocated := newClaim("c")
-	deallocated.Status.Allocation = nil
-	group := resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "uid-of-gang"}
-	ofGroup := newClaim("c", allocated("r", gpu0))
-	ofGroup.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{group}
-	leftByGroup := newClaim("c") // the claim controller deallocates with the last reservation
-	leftByGroup.Status.Allocation, leftByGroup.Status.ReservedFor = nil, nil
-	for name, c := range map[string]struct {
-		now       *resourceapi.ResourceClaim
-		abandoned bool
-	}{
-		"deleted":                   {nil, true},
-		"replaced":                  {replaced, true},
-		"not allocated":             {deallocated, true},
-		"allocated another device":  {newClaim("c", allocated("r", gpu1)), true},
-		"another device and no Pod": {forPods(newClaim("c", allocated("r", gpu1))), true},
-		"its PodGroup was deleted":  {leftByGroup, true},
-		"unchanged":                 {newClaim("c", allocated("r", gpu0)), false},
-		"reserved for a PodGroup":   {ofGroup, false},
-		"between two Pods":          {forPods(newClaim("c", allocated("r", gpu0))), false},
-		"has a further device":      {newClaim("c", allocated("r", gpu0), allocated("s", gpu1)), false},
-	} {
-		if why := p.OrphanReason(r, c.now); why != "" != c.abandoned {
-			t.Errorf("%s: %q", name, why)
-		}
-	}
-}
-
 func TestOrphanIsConfirmedUnderTheClaimLock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
