@@ -20,8 +20,8 @@
 // # Partitions
 //
 // A partition is created when its claim is prepared and removed when the claim is unprepared. Both
-// go through [Partitions]. The record has the intent of each hardware call before the call, and its
-// result after it.
+// go through [steps.Partitions]. The record has the intent of each hardware call before the call,
+// and its result after it.
 //
 // This driver owns a MIG instance only if a record of this boot proves that it created the
 // instance: the record has the GPU instance's ID, its placement and the MIG device's UUID. After an
@@ -46,10 +46,9 @@
 // restores the original state. The file has all that this needs, so a claim with an unreadable
 // record can leave too.
 //
-// While claims share a step, every repeated Prepare and every Reconcile checks its
-// effect and applies the step again if needed. The NVIDIA driver forgets settings at a reload and
-// at a reset. Without persistence mode it also forgets them whenever the last process closes the
-// GPU.
+// While claims share a step, every repeated Prepare and every Reconcile checks its effect and
+// applies the step again if needed. The NVIDIA driver forgets settings at a reload and at a reset.
+// Without persistence mode it may also forget them when the last process closes the GPU.
 //
 // If a holder file is unreadable, no claim can join. The last claim whose record names the file
 // resets the hardware to its default when it leaves. If no record names the file, Reconcile does
