@@ -11,83 +11,46 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
-// hardware models which devices of one GPU of a model file fit on the GPU at the same time. It does
+// hardware says which devices of one GPU of a model file fit on the GPU at the same time. It does
 // not use the driver's counters, so that tests can compare the counters with it.
 type hardware struct {
 	gpu GPU
+	mig *model.MIG
 	// devices has all devices that the GPU can be offered as, the whole GPU first.
-	devices      []item
-	has          engineCount
-	maxInstances int
+	devices []item
 }
 
-// item is one device and what it takes of the GPU.
+// item is one device and where it lies on the GPU.
 type item struct {
-	name         Name
-	device       string
-	whole        bool
-	profile      uint32
-	slices       uint64 // one bit for each memory slice
-	needs        engineCount
-	maxInstances int // how many instances of the profile the card allows
-}
-
-// engineCount has the number of engines of each kind, in this order: copy, decode, encode, JPEG and
-// OFA engines.
-type engineCount [5]uint32
-
-func enginesOf(p model.Profile) engineCount {
-	return engineCount{p.CopyEngines, p.Decoders, p.Encoders, p.JPEGEngines, p.OFAEngines}
+	name   Name
+	device string
+	whole  bool
+	place  model.Place
 }
 
 func newHardware(m *model.GPU) hardware {
-	h := hardware{gpu: migCapable(m, 1)[0], maxInstances: int(m.MIG.MaxInstances.Value)}
+	h := hardware{gpu: migCapable(m, 1)[0], mig: &m.MIG}
 	whole := Name{GPU: h.gpu.WholeName()}
 	h.devices = append(h.devices, item{name: whole, device: whole.String(), whole: true})
 	for _, p := range m.MIG.Profiles {
-		if p.Placements.Size == m.MIG.MemorySlices {
-			for i, n := range enginesOf(p) {
-				h.has[i] = max(h.has[i], n)
-			}
-		}
 		for _, start := range p.Placements.Starts {
 			n := Name{GPU: whole.GPU, Partition: &PartitionName{ProfileID: p.ID, Start: start}}
-			h.devices = append(h.devices, item{
-				name: n, device: n.String(), profile: p.ID, slices: (uint64(1)<<p.Placements.Size - 1) << start,
-				needs: enginesOf(p), maxInstances: int(p.InstancesMax),
-			})
+			h.devices = append(h.devices, item{name: n, device: n.String(), place: model.Place{Profile: p.ID, Start: start}})
 		}
 	}
 	return h
 }
 
-// holds reports whether the GPU can hold these devices at the same time. It returns false if two
-// devices share a memory slice, if they need more engines than the GPU has, or if they exceed the
-// maximum number of instances of a profile or of the GPU.
+// holds reports whether the GPU can hold these devices at the same time.
 func (h hardware) holds(set ...item) bool {
-	var taken uint64
-	var used engineCount
-	for i, d := range set {
-		if d.whole && len(set) > 1 || taken&d.slices != 0 {
-			return false
+	var places []model.Place
+	for _, d := range set {
+		if d.whole {
+			return len(set) == 1
 		}
-		taken |= d.slices
-		for e, n := range d.needs {
-			if used[e] += n; used[e] > h.has[e] {
-				return false
-			}
-		}
-		same := 1
-		for _, o := range set[:i] {
-			if o.profile == d.profile {
-				same++
-			}
-		}
-		if !d.whole && same > d.maxInstances {
-			return false
-		}
+		places = append(places, d.place)
 	}
-	return len(set) <= h.maxInstances
+	return h.mig.Holds(places...)
 }
 
 // sets calls visit with every set of devices that the GPU can hold at the same time. visit must not

@@ -57,7 +57,7 @@ func fillings(h hardware) []load {
 		if d.whole {
 			return 0
 		}
-		p, _ := h.gpu.Profile(d.profile)
+		p, _ := h.gpu.Profile(d.place.Profile)
 		return slices.Index(kinds, p.Name)
 	}
 	all := sets.New[load]()

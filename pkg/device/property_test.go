@@ -118,16 +118,18 @@ func (r *rack) requestKinds() []requestKind {
 			continue
 		}
 		const isMIG = `device.attributes["gpu.nvidia.com"].type == "mig" && device.attributes["gpu.nvidia.com"].profileID == %d`
-		is := fmt.Sprintf(isMIG, d.profile)
-		if !seen.Has(d.profile) {
-			seen.Insert(d.profile)
+		is := fmt.Sprintf(isMIG, d.place.Profile)
+		if !seen.Has(d.place.Profile) {
+			seen.Insert(d.place.Profile)
 			for range 3 { // more often than single placements
-				add(is, func(o item) bool { return !o.whole && o.profile == d.profile })
+				add(is, func(o item) bool { return !o.whole && o.place.Profile == d.place.Profile })
 			}
 		}
 		start := d.name.Partition.Start
 		add(fmt.Sprintf(`%s && device.attributes["gpu.nvidia.com"].placementStart == %d`, is, start),
-			func(o item) bool { return !o.whole && o.profile == d.profile && o.name.Partition.Start == start })
+			func(o item) bool {
+				return !o.whole && o.place.Profile == d.place.Profile && o.name.Partition.Start == start
+			})
 	}
 	return all
 }

@@ -42,7 +42,7 @@ func newSharedRack(t *testing.T, known *model.GPU, n int) *sharedRack {
 			plain = 2
 		case !d.whole:
 			for _, p := range known.MIG.Profiles {
-				if p.ID == d.profile {
+				if p.ID == d.place.Profile {
 					mib = int64(p.MemoryMiB) - 256
 					if p.Slices == 1 {
 						plain = 3
@@ -167,10 +167,10 @@ func (c *sharedRack) sharedRequests() []sharedRequest {
 	add(attribute+`type == "gpu-share"`, func(d item) bool { return d.whole })
 	seen := sets.New[uint32]()
 	for _, d := range c.cards[0].devices {
-		if !d.whole && !seen.Has(d.profile) {
-			seen.Insert(d.profile)
-			add(fmt.Sprintf(attribute+`type == "mig-share" && `+attribute+`profileID == %d`, d.profile),
-				func(o item) bool { return !o.whole && o.profile == d.profile })
+		if !d.whole && !seen.Has(d.place.Profile) {
+			seen.Insert(d.place.Profile)
+			add(fmt.Sprintf(attribute+`type == "mig-share" && `+attribute+`profileID == %d`, d.place.Profile),
+				func(o item) bool { return !o.whole && o.place.Profile == d.place.Profile })
 		}
 	}
 	for _, k := range kinds {

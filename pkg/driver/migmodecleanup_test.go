@@ -2,7 +2,6 @@ package driver
 
 import (
 	"context"
-	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -15,40 +14,52 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 )
 
-// modeHardware fakes GPUs in MIG mode without MIG instances. If the function switchOff returns an
-// error for a GPU, that GPU stays in MIG mode.
+// modeHardware is GPUs in MIG mode without MIG instances. A process has the GPU busyGPU open.
 type modeHardware struct {
-	steps.Partitions
-	switchOff func(context.Context, device.Card) error
-
-	mu  sync.Mutex
-	off map[device.PCIAddress]bool
+	migmodel.Partitions
+	mu   sync.Mutex
+	gpus []*migmodel.GPU
 }
 
-func (h *modeHardware) Look(_ context.Context, c device.Card) (device.CardState, error) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return device.CardState{MIG: device.MIG{Enabled: !h.off[c.PCIAddress]}}, nil
-}
-
-func (h *modeHardware) SetMode(ctx context.Context, c device.Card, on bool) (device.CardState, error) {
-	if err := h.switchOff(ctx, c); err != nil || on {
-		return device.CardState{}, err
+func newModeHardware(t *testing.T) *modeHardware {
+	t.Helper()
+	n, err := inMIGMode()
+	if err != nil {
+		t.Fatal(err)
 	}
-	h.mu.Lock()
-	h.off[c.PCIAddress] = true
-	h.mu.Unlock()
-	return h.Look(ctx, c)
+	h := &modeHardware{}
+	for _, g := range n.GPUs {
+		gpu := migmodel.New(migmodel.H100(), g.Card(), g.Minor)
+		gpu.Enabled = true
+		if g.PCIAddress == busyGPU {
+			gpu.Open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
+		}
+		h.gpus = append(h.gpus, gpu)
+	}
+	h.Call = func(_ context.Context, _ migmodel.Op, _ string, c device.Card, effect func(*migmodel.GPU) error) error {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		g, err := migmodel.Find(h.gpus, c)
+		if err != nil {
+			return err
+		}
+		return effect(g)
+	}
+	return h
 }
 
-func (h *modeHardware) switchedOff() []device.PCIAddress {
+func (h *modeHardware) switchedOff() (off []device.PCIAddress) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return slices.Sorted(maps.Keys(h.off))
+	for _, g := range h.gpus {
+		if !g.Enabled {
+			off = append(off, g.PCIAddress)
+		}
+	}
+	return off
 }
 
 func inMIGMode() (nvidia.Node, error) {
@@ -60,18 +71,6 @@ func inMIGMode() (nvidia.Node, error) {
 }
 
 const busyGPU, idleGPU device.PCIAddress = "0000:1b:00.0", "0000:43:00.0"
-
-// failIfBusy is used as modeHardware's function switchOff. For busyGPU it returns the error of a
-// GPU that a process has open.
-func failIfBusy(_ context.Context, c device.Card) error {
-	if c.PCIAddress != busyGPU {
-		return nil
-	}
-	return &cut.Error{
-		Op: "switch off MIG mode", Code: device.FailureInUse, Message: "in use",
-		Processes: []nvidia.Process{{PID: 7, Name: "dcgm"}},
-	}
-}
 
 // markMIGModes records in stateDir that the driver switched on MIG mode on both GPUs during the
 // boot with the ID bootID.
@@ -94,7 +93,7 @@ func TestUninstallSwitchesMIGModesOff(t *testing.T) {
 		t.Run(boot, func(t *testing.T) {
 			n := newNode(t)
 			n.cfg.MIGPolicy = "dynamic" // with other policies the running plugin switches MIG mode off
-			hardware := &modeHardware{switchOff: failIfBusy, off: map[device.PCIAddress]bool{}}
+			hardware := newModeHardware(t)
 			n.partitions = hardware
 			n.setHardware("driver", inMIGMode)
 			id, err := durable.BootID(n.cfg.ProcRoot)

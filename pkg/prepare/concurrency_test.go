@@ -105,7 +105,7 @@ func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 		return err
 	})
 	for _, gpu := range []string{gpu0, gpu1} {
-		if n := len(h.of(t, gpu).instances); n != 7 {
+		if n := len(h.of(t, gpu).Instances); n != 7 {
 			t.Errorf("%s has %d instances", gpu, n)
 		}
 	}
@@ -114,7 +114,7 @@ func TestConcurrentClaimsOnOneGPU(t *testing.T) {
 	all(func(p *plugin, c *resourceapi.ResourceClaim) error { return p.Unprepare(t.Context(), c.UID) })
 	checkClean(t, w)
 	for _, gpu := range []string{gpu0, gpu1} {
-		if n := len(h.of(t, gpu).instances); n != 0 {
+		if n := len(h.of(t, gpu).Instances); n != 0 {
 			t.Errorf("%s has %d instances", gpu, n)
 		}
 	}
@@ -170,8 +170,8 @@ func TestConcurrentSharing(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkSharedState(t, w, h, plugins[0], device.TimeSliceDefault)
-	if len(w.holders()) != 0 || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("left: %q, %s", w.holders(), steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+	if len(w.holders()) != 0 || len(h.of(t, gpu0).Instances) != 0 {
+		t.Errorf("left: %q, %s", w.holders(), steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...))
 	}
 	checkClean(t, w)
 }
@@ -285,8 +285,8 @@ func TestHungDaemonDelaysOnlyItsGPU(t *testing.T) {
 				t.Errorf("%v does not say %q", err, want)
 			}
 		}
-		if h.of(t, gpu0).mode != device.ComputeDefault || len(w.holders()) != 2 {
-			t.Errorf("left: %s, %q", h.of(t, gpu0).mode, w.holders())
+		if h.of(t, gpu0).ComputeMode != device.ComputeDefault || len(w.holders()) != 2 {
+			t.Errorf("left: %s, %q", h.of(t, gpu0).ComputeMode, w.holders())
 		}
 		clear(w.daemons.hang)
 		mustPrepare(t, p, newClaim("hanging", fraction("r", share0, "1Gi", "0")))

@@ -235,13 +235,13 @@ var scenes = []scene{
 	}, func(t *testing.T, p *plugin) error { return p.Unprepare(t.Context(), several.UID) }},
 	{"prepare again after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		mustPrepare(t, p, several)
-		h.of(t, gpu0).reset()
-		h.of(t, gpu0).on = false
+		h.of(t, gpu0).RemoveInstances()
+		h.of(t, gpu0).Enabled = false
 		h.createForeign(t, gpu1, 9, 0)
 	}, func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), several); return err }},
 	{"reconcile after a reset", func(t *testing.T, w *world, h *hardware, p *plugin) {
 		mustPrepare(t, p, several)
-		h.of(t, gpu1).reset()
+		h.of(t, gpu1).RemoveInstances()
 		h.createForeign(t, gpu1, 9, 0)
 		w.scan()
 	}, func(t *testing.T, p *plugin) error { return p.Reconcile(t.Context()) }},
@@ -265,7 +265,7 @@ func createForeignInstances(t *testing.T, h *hardware, p *plugin) []device.Insta
 	t.Helper()
 	var theirs []device.Instance
 	for _, gpu := range []string{gpu0, gpu1} {
-		there := h.of(t, gpu).state().MIG.Instances
+		there := h.of(t, gpu).State().MIG.Instances
 		ours, err := p.OwnedInstances(gpu, there)
 		if err != nil {
 			t.Fatal(err)
@@ -298,7 +298,7 @@ func checkAfterRecovery(t *testing.T, w *world, h *hardware, theirs []device.Ins
 		t.Fatal(err)
 	}
 	for _, call := range h.takeCalls() {
-		if call != "look" {
+		if call != "query" {
 			t.Errorf("work was left to do: %q", call)
 		}
 	}

@@ -68,7 +68,7 @@ func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
 	}
 	// Now the partition called "neighbor" is lost. The repair must not rewrite the CDI spec, because
 	// the device nodes in it may belong to another claim by now.
-	h.of(t, gpu1).reset()
+	h.of(t, gpu1).RemoveInstances()
 	w.scan()
 	// The repair must not report the partition lost, because Reconcile recreates it.
 	if err := p.RepairAllSpecs(t.Context()); err == nil || len(reconcile.LostDevices(err)) != 0 ||
@@ -126,7 +126,7 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 			theirs := h.createForeign(t, gpu0, 9, 4)
 			w.scan()
 			mustPrepare(t, w.plugin(t), newClaim("bad", allocated("r", large4)))
-			delete(h.of(t, gpu0).instances, theirs.ID)
+			delete(h.of(t, gpu0).Instances, theirs.ID)
 			w.scan()
 		},
 	} {

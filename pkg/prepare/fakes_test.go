@@ -4,6 +4,7 @@ package prepare_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"maps"
@@ -21,16 +22,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 )
 
-// hardware fakes a node's GPUs with MIG. It follows these rules of real GPUs: instances do not
-// overlap, the compute instance must be removed before its GPU instance, an instance in use cannot
-// be removed, and IDs are reused.
+// hardware is a node's GPUs in memory. A test can make its calls fail.
 type hardware struct {
+	migmodel.Partitions
 	disk *durabletest.Disk // if the disk is stopped, the process is dead and its calls fail
 
 	mu     sync.Mutex
-	cards  map[device.PCIAddress]*fakeGPU
+	cards  map[device.PCIAddress]*migmodel.GPU
 	serial int
 	calls  []string
 	// fault, if set, returns the error with which a call to the fake fails, or nil. It is called
@@ -38,71 +39,36 @@ type hardware struct {
 	fault func(call int, after bool) error
 }
 
-func (h *hardware) SetComputeMode(_ context.Context, c device.Card, mode device.ComputeMode) error {
-	op := fmt.Sprintf("set compute mode %s", mode)
-	return h.call(op, c, func(s *fakeGPU) error {
-		if s.on && mode == device.ComputeExclusiveProcess {
-			return failure(device.FailureNotSupported, op, c)
-		}
-		s.mode = mode
-		return nil
-	})
-}
-
-func (h *hardware) TimeSlice(_ context.Context, c device.Card) (slice device.TimeSlice, err error) {
-	err = h.call("time slice", c, func(s *fakeGPU) error {
-		if s.unsliced {
-			return failure(device.FailureNotSupported, "read the time slice", c)
-		}
-		slice = s.slice
-		return nil
-	})
-	return slice, err
-}
-
-func (h *hardware) SetTimeSlice(_ context.Context, c device.Card, slice device.TimeSlice) error {
-	return h.call(fmt.Sprintf("set time slice %d", slice), c, func(s *fakeGPU) error {
-		s.slice = slice
-		return nil
-	})
-}
-
-// serves reports whether an MPS daemon could use the device: a GPU in exclusive mode, or an
-// existing MIG device.
+// serves reports whether an MPS daemon could use the device.
 func (h *hardware) serves(uuid string) bool {
-	for _, s := range h.cards {
-		if s.uuid == uuid {
-			return !s.on && s.mode == device.ComputeExclusiveProcess
-		}
-		for _, in := range s.instances {
-			if slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return c.UUID == uuid }) {
-				return true
-			}
+	for _, g := range h.cards {
+		if g.Serves(uuid) {
+			return true
 		}
 	}
 	return false
 }
 
-// boot resets the fake GPUs as a reboot does: all MIG instances and settings are gone.
+// boot resets the GPUs as a reboot does: all MIG instances and settings are gone.
 func (h *hardware) boot() {
-	for _, s := range h.cards {
-		s.reset()
-		s.on = s.on && s.fixed
-		s.forget()
+	for _, g := range h.cards {
+		g.Reset()
 	}
 }
 
-// call simulates a call to the card c. It runs effect on the fake GPU, unless a fault is injected.
-func (h *hardware) call(op string, c device.Card, effect func(*fakeGPU) error) error {
-	return h.inject(op, func() error {
-		s, ok := h.cards[c.PCIAddress]
-		if !ok {
-			return failure(device.FailureNotFound, op, c)
+// call makes one call on a GPU, unless a fault is injected.
+func (h *hardware) call(_ context.Context, op migmodel.Op, detail string, c device.Card, effect func(*migmodel.GPU) error) error {
+	name := strings.TrimSpace(string(op) + " " + detail)
+	return h.inject(name, func() error {
+		g, err := migmodel.Find(slices.Collect(maps.Values(h.cards)), c)
+		if err == nil {
+			err = effect(g)
 		}
-		if s.uuid != c.UUID {
-			return failure(device.FailureReplaced, op, c)
+		var refusal *migmodel.Refusal
+		if errors.As(err, &refusal) {
+			return failure(refusal.Code, name, c, refusal.Processes...)
 		}
-		return effect(s)
+		return err
 	})
 }
 
@@ -129,102 +95,6 @@ func (h *hardware) inject(op string, effect func() error) error {
 	return nil
 }
 
-func (h *hardware) Look(_ context.Context, c device.Card) (st device.CardState, err error) {
-	err = h.call("look", c, func(s *fakeGPU) error { st = s.state(); return nil })
-	return st, err
-}
-
-func (h *hardware) SetMode(_ context.Context, c device.Card, on bool) (st device.CardState, err error) {
-	op := fmt.Sprintf("set MIG mode %v", on)
-	err = h.call(op, c, func(s *fakeGPU) error {
-		switch {
-		case s.on == on:
-		case s.fixed:
-			return failure(device.FailureReset, op, c)
-		case len(s.instances) > 0 || len(s.open) > 0:
-			return failure(device.FailureInUse, op, c, s.open...)
-		}
-		s.on = on
-		st = s.state()
-		return nil
-	})
-	return st, err
-}
-
-func (h *hardware) CreateInstance(_ context.Context, c device.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
-	op := fmt.Sprintf("create GPU instance %d at %d", profileID, at.Start)
-	err = h.call(op, c, func(s *fakeGPU) error {
-		if !s.on {
-			return failure(device.FailureNotSupported, op, c)
-		}
-		if len(steps.Overlapping(s.state().MIG.Instances, at)) > 0 {
-			return failure(device.FailureInsufficient, op, c)
-		}
-		id := uint32(1)
-		for _, taken := s.instances[id]; taken; _, taken = s.instances[id] {
-			id++
-		}
-		in = device.Instance{ID: id, ProfileID: profileID, Placement: at, Minor: int(id) * 10}
-		s.instances[id] = in
-		return nil
-	})
-	return in, err
-}
-
-func (h *hardware) CreateCompute(_ context.Context, c device.Card, id uint32) (in device.Instance, err error) {
-	op := "create compute instance"
-	err = h.call(op, c, func(s *fakeGPU) error {
-		var ok bool
-		if in, ok = s.instances[id]; !ok || len(in.Compute) > 0 {
-			return failure(device.FailureNotFound, op, c)
-		}
-		h.serial++
-		in.Compute = []device.ComputeInstance{{ProfileID: 0, Name: name(in.ProfileID), UUID: fmt.Sprintf("MIG-%d", h.serial),
-			Minor: in.Minor + 1}}
-		s.instances[id] = in
-		return nil
-	})
-	return in, err
-}
-
-// Destroy simulates two calls: one removes the compute instance, the other the GPU instance.
-func (h *hardware) Destroy(_ context.Context, c device.Card, in device.Instance) error {
-	check := func(s *fakeGPU) (there device.Instance, gone bool, err error) {
-		there, ok := s.instances[in.ID]
-		switch {
-		case !ok:
-			return there, true, nil
-		case there.ProfileID != in.ProfileID || there.Placement != in.Placement || len(in.Compute) > 0 && len(there.Compute) > 0 &&
-			there.Compute[0].UUID != in.Compute[0].UUID:
-			return there, false, failure(device.FailureChanged, "destroy", c)
-		}
-		if s.busy[in.ID] > 0 {
-			s.busy[in.ID]--
-			return there, false, failure(device.FailureInUse, "destroy", c, nvidia.Process{PID: 77, Name: "python"})
-		}
-		return there, false, nil
-	}
-	err := h.call("destroy compute instance", c, func(s *fakeGPU) error {
-		there, gone, err := check(s)
-		if gone || err != nil {
-			return err
-		}
-		there.Compute = nil
-		s.instances[in.ID] = there
-		return nil
-	})
-	if err != nil {
-		return err
-	}
-	return h.call("destroy GPU instance", c, func(s *fakeGPU) error {
-		if _, gone, err := check(s); gone || err != nil {
-			return err
-		}
-		delete(s.instances, in.ID)
-		return nil
-	})
-}
-
 // createForeign creates a MIG instance on the fake GPU as an admin does with nvidia-smi mig.
 func (h *hardware) createForeign(t *testing.T, gpu string, profileID, start uint32) device.Instance {
 	t.Helper()
@@ -234,11 +104,12 @@ func (h *hardware) createForeign(t *testing.T, gpu string, profileID, start uint
 	calls := h.calls
 	h.mu.Unlock()
 	c := h.card(t, gpu)
+	p, _ := device.GPU{MIG: &device.MIG{Profiles: profiles}}.Profile(profileID)
 	_, err := h.SetMode(t.Context(), c, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	in, err := h.CreateInstance(t.Context(), c, profileID, device.Placement{Start: start, Size: sizeOf(profileID)})
+	in, err := h.CreateInstance(t.Context(), c, profileID, device.Placement{Start: start, Size: p.Size})
 	if err == nil {
 		in, err = h.CreateCompute(t.Context(), c, in.ID)
 	}
@@ -253,16 +124,16 @@ func (h *hardware) createForeign(t *testing.T, gpu string, profileID, start uint
 
 func (h *hardware) card(t *testing.T, gpu string) device.Card {
 	t.Helper()
-	for address, s := range h.cards {
-		if address.WholeName() == gpu {
-			return device.Card{PCIAddress: address, UUID: s.uuid}
+	for _, g := range h.cards {
+		if g.PCIAddress.WholeName() == gpu {
+			return g.Card
 		}
 	}
 	t.Fatalf("no GPU %s", gpu)
 	return device.Card{}
 }
 
-func (h *hardware) of(t *testing.T, gpu string) *fakeGPU {
+func (h *hardware) of(t *testing.T, gpu string) *migmodel.GPU {
 	t.Helper()
 	return h.cards[h.card(t, gpu).PCIAddress]
 }
@@ -276,82 +147,41 @@ func (h *hardware) takeCalls() []string {
 	return calls
 }
 
-type fakeGPU struct {
-	uuid      string
-	minor     int
-	on        bool
-	fixed     bool
-	instances map[uint32]device.Instance
-	busy      map[uint32]int // by instance ID: how many more Destroy calls fail because it is in use
-	open      []nvidia.Process
-
-	mode     device.ComputeMode
-	slice    device.TimeSlice
-	unsliced bool // time slices are not supported
-}
-
-// forget resets the fake GPU's settings to their defaults, as a GPU reset or driver reload does.
-func (s *fakeGPU) forget() { s.mode, s.slice = device.ComputeDefault, device.TimeSliceDefault }
-
-func (s *fakeGPU) reset() {
-	clear(s.instances)
-	clear(s.busy)
-}
-
-func (s *fakeGPU) state() device.CardState {
-	st := device.CardState{Minor: s.minor, ComputeMode: s.mode,
-		MIG: device.MIG{Enabled: s.on, Pending: s.on, ModeFixed: s.fixed}}
-	for _, id := range slices.Sorted(maps.Keys(s.instances)) {
-		st.MIG.Instances = append(st.MIG.Instances, s.instances[id])
-	}
-	return st
-}
-
 var (
 	_ steps.Partitions = &hardware{}
 	_ steps.Partitions = &cut.Partitions{}
 )
 
 // profiles are some of the MIG profiles of an H100.
-var profiles = []device.Profile{
-	{ID: 0, Name: "7g.80gb", Slices: 7, MaxInstances: 1, Size: 8, Starts: []uint32{0}},
-	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}},
-	{ID: 14, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}},
-	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}},
-}
+var profiles = migmodel.Profiles(migmodel.H100(), 0, 9, 14, 19)
 
-// withMIG adds fake MIG GPUs to the node.
+// withMIG adds MIG GPUs to the node.
 func withMIG(w *world) *hardware {
-	h := &hardware{disk: w.disk, cards: map[device.PCIAddress]*fakeGPU{}}
+	h := &hardware{disk: w.disk, cards: map[device.PCIAddress]*migmodel.GPU{}}
+	h.Call = h.call
 	for _, g := range w.snapshot.Node.GPUs {
-		h.cards[g.PCIAddress] = &fakeGPU{uuid: g.UUID, minor: g.Minor, mode: device.ComputeDefault, instances: map[uint32]device.Instance{},
-			busy: map[uint32]int{}}
+		gpu := migmodel.New(migmodel.H100(), g.Card(), g.Minor)
+		gpu.LowestIDs = true
+		gpu.Describe = h.describe
+		h.cards[g.PCIAddress] = gpu
 	}
 	w.hardware = h
 	w.scan()
 	return h
 }
 
+// describe gives each new MIG device a new UUID, and all instances the numbers that the files of
+// earlier versions in testdata have.
+func (h *hardware) describe(in *device.Instance) {
+	in.Minor = int(in.ID) * 10
+	for i, c := range in.Compute {
+		h.serial++
+		in.Compute[i] = device.ComputeInstance{Name: c.Name, UUID: fmt.Sprintf("MIG-%d", h.serial), Minor: in.Minor + 1}
+	}
+}
+
 func failure(code device.FailureCode, op string, c device.Card, processes ...nvidia.Process) error {
 	return &cut.Error{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
-}
-
-func name(profileID uint32) string {
-	for _, p := range profiles {
-		if p.ID == profileID {
-			return p.Name
-		}
-	}
-	return ""
-}
-
-func sizeOf(profileID uint32) uint32 {
-	for _, p := range profiles {
-		if p.ID == profileID {
-			return p.Size
-		}
-	}
-	return 0
 }
 
 // migEdits is the test's Options.MIGEdits. It adds the two capability device nodes to the edits of

@@ -35,7 +35,7 @@ func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
 	}
 	mustPrepare(t, p, b)
 	daemon := mps.Daemon{ID: share0, Devices: []string{"GPU-0"}, MultiUser: true}
-	if len(w.daemons.running) != 1 || !w.daemons.running[share0].Equal(daemon) || h.of(t, gpu0).mode != device.ComputeExclusiveProcess {
+	if len(w.daemons.running) != 1 || !w.daemons.running[share0].Equal(daemon) || h.of(t, gpu0).ComputeMode != device.ComputeExclusiveProcess {
 		t.Errorf("the daemons are %+v", w.daemons.running)
 	}
 	for uid, want := range map[string][]string{
@@ -58,8 +58,8 @@ func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
 		t.Errorf("a leaving claim made calls although others stay: %q", calls)
 	}
 	mustUnprepare(t, p, b.UID)
-	if len(w.daemons.running) != 0 || h.of(t, gpu0).mode != device.ComputeDefault {
-		t.Errorf("left: %v, %s", w.daemons.running, h.of(t, gpu0).mode)
+	if len(w.daemons.running) != 0 || h.of(t, gpu0).ComputeMode != device.ComputeDefault {
+		t.Errorf("left: %v, %s", w.daemons.running, h.of(t, gpu0).ComputeMode)
 	}
 	checkClean(t, w)
 }

@@ -67,8 +67,8 @@ func FuzzPrepare(f *testing.F) {
 			}
 			checkClean(t, w)
 			checkSharedState(t, w, h, p, device.TimeSliceDefault)
-			if left := w.holders(); len(left) != 0 || len(h.of(t, gpu0).instances) != 0 {
-				t.Errorf("left after %v: %q, %s", err, left, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+			if left := w.holders(); len(left) != 0 || len(h.of(t, gpu0).Instances) != 0 {
+				t.Errorf("left after %v: %q, %s", err, left, steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...))
 			}
 		}
 	})

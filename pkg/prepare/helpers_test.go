@@ -69,8 +69,9 @@ func (w *world) scan() {
 	w.snapshot.Node.GPUs = slices.Clone(w.snapshot.Node.GPUs)
 	for i := range w.snapshot.Node.GPUs {
 		g := &w.snapshot.Node.GPUs[i]
-		mig := w.hardware.cards[g.PCIAddress].state().MIG
-		mig.Profiles = profiles
+		card := w.hardware.cards[g.PCIAddress]
+		mig := card.State().MIG
+		mig.Profiles, mig.ModeFixed = profiles, card.NeedsReset
 		g.MIG = &mig
 	}
 }
@@ -549,7 +550,7 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *plugin, t
 			if !ok {
 				continue
 			}
-			there, ok := h.of(t, s.GPU).instances[s.Instance.ID]
+			there, ok := h.of(t, s.GPU).Instances[s.Instance.ID]
 			if !ok || len(there.Compute) != 1 || there.Compute[0] != s.Instance.Compute[0] || there.Placement != s.Placement {
 				t.Errorf("claim %s has %+v, but the GPU has %+v", uid, s.Instance, there)
 			}
@@ -570,7 +571,7 @@ func checkRecordsMatchHardware(t *testing.T, w *world, h *hardware, p *plugin, t
 	}
 	var stayed []device.Instance
 	for _, gpu := range []string{gpu0, gpu1} {
-		there := h.of(t, gpu).state().MIG.Instances
+		there := h.of(t, gpu).State().MIG.Instances
 		ours, err := p.OwnedInstances(gpu, there)
 		if err != nil || len(ours) != explained[gpu] {
 			t.Errorf("%s: %d instances are explained, by %d claims' partitions: %v", gpu, len(ours), explained[gpu], err)
@@ -638,7 +639,7 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found devi
 				}
 			}
 		case *steps.MIGInstance:
-			there := h.of(t, s.GPU).state().MIG.Instances
+			there := h.of(t, s.GPU).State().MIG.Instances
 			if _, ok := s.FindIntact(there); !ok {
 				t.Errorf("%s has %s, and there is %s", key, steps.DescribeInstances(*s.Instance), steps.DescribeInstances(there...))
 			}
@@ -648,8 +649,8 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found devi
 		t.Errorf("the daemons are %v, want %d", w.daemons.running, running)
 	}
 	for _, gpu := range []string{gpu0, gpu1} {
-		if s := h.of(t, gpu); s.slice != slice[gpu] || s.mode != mode[gpu] {
-			t.Errorf("%s: time slice %d, not %d, compute mode %s, not %s", gpu, s.slice, slice[gpu], s.mode, mode[gpu])
+		if s := h.of(t, gpu); s.TimeSlice != slice[gpu] || s.ComputeMode != mode[gpu] {
+			t.Errorf("%s: time slice %d, not %d, compute mode %s, not %s", gpu, s.TimeSlice, slice[gpu], s.ComputeMode, mode[gpu])
 		}
 	}
 }

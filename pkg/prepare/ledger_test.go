@@ -30,7 +30,7 @@ func TestPreparedDevicesListsGPUsAndPartitions(t *testing.T) {
 	}
 	// The driver created the first partition after the last scan, so only the record has its instance.
 	// An admin created the second, so only the inventory has its instance.
-	there := h.of(t, gpu0).state().MIG.Instances
+	there := h.of(t, gpu0).State().MIG.Instances
 	for i, want := range []uint32{0, 6} {
 		g := given[i+1]
 		at := slices.IndexFunc(there, func(in device.Instance) bool { return in.Placement.Start == want })

@@ -40,7 +40,7 @@ func TestWholeGPUReadsHardwareOnlyIfMIGMayBeEnabled(t *testing.T) {
 	// The inventory does not show that MIG mode is enabled. But a file on disk says that the driver
 	// enabled it. So Prepare must read the hardware and disable the mode.
 	mustPrepare(t, p, c)
-	if calls := h.takeCalls(); !slices.Equal(calls, []string{"look", "set MIG mode false"}) || h.of(t, gpu0).on {
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"query", "MIG mode off"}) || h.of(t, gpu0).Enabled {
 		t.Errorf("hardware calls: %q", calls)
 	}
 	r, _, err := p.Records.Load("uid-c")
@@ -57,10 +57,10 @@ func TestWholeGPUReadsHardwareOnlyIfMIGMayBeEnabled(t *testing.T) {
 
 	// Now an admin has enabled MIG mode, and the inventory shows it. Prepare of the whole GPU must
 	// disable it.
-	h.of(t, gpu0).on = true
+	h.of(t, gpu0).Enabled = true
 	w.scan()
 	mustPrepare(t, p, c)
-	if h.of(t, gpu0).on {
+	if h.of(t, gpu0).Enabled {
 		t.Error("the GPU is in MIG mode")
 	}
 }
@@ -109,13 +109,13 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 		}, true, false},
 		"an admin enabled it first": {func(t *testing.T, w *world, h *hardware, p *plugin) {
 			t.Helper()
-			h.of(t, gpu0).on = true
+			h.of(t, gpu0).Enabled = true
 			w.scan()
 			prepareAndUnprepare(t, p)
 		}, false, false},
 		"an admin enabled it, and the inventory is stale": {func(t *testing.T, _ *world, h *hardware, p *plugin) {
 			t.Helper()
-			h.of(t, gpu0).on = true
+			h.of(t, gpu0).Enabled = true
 			prepareAndUnprepare(t, p)
 		}, false, false},
 		"a claim has a partition": {func(t *testing.T, _ *world, _ *hardware, p *plugin) {
@@ -125,7 +125,7 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 		"a claim lost its partition at a reset": {func(t *testing.T, _ *world, h *hardware, p *plugin) {
 			t.Helper()
 			mustPrepare(t, p, newClaim("part", allocated("r", small0)))
-			h.of(t, gpu0).reset()
+			h.of(t, gpu0).RemoveInstances()
 		}, false, true},
 		"a claim with more devices than a file name fits": {func(t *testing.T, w *world, _ *hardware, p *plugin) {
 			t.Helper()
@@ -149,7 +149,7 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 		"after a reboot an admin's service enabled it": {prepareThen(func(t *testing.T, w *world, h *hardware, _ *plugin) {
 			t.Helper()
 			w.reboot()
-			h.of(t, gpu0).on = true
+			h.of(t, gpu0).Enabled = true
 			w.scan()
 		}), false, false},
 		"a damaged mark": {prepareThen(func(_ *testing.T, w *world, _ *hardware, _ *plugin) {
@@ -166,12 +166,12 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 		"a reset disabled it, and an admin enabled it again": {prepareThen(func(t *testing.T, w *world, h *hardware,
 			p *plugin) {
 			t.Helper()
-			h.of(t, gpu0).on = false
+			h.of(t, gpu0).Enabled = false
 			w.scan()
 			if err := p.Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			h.of(t, gpu0).on = true
+			h.of(t, gpu0).Enabled = true
 			w.scan()
 		}), false, false},
 	} {
@@ -181,12 +181,12 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 			h := withMIG(w)
 			c.given(t, w, h, w.plugin(t))
 			p := w.plugin(t)
-			before := h.of(t, gpu0).state().MIG
+			before := h.of(t, gpu0).State().MIG
 			off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
 			if err != nil || off != c.off {
 				t.Errorf("disabled: %v, %v", off, err)
 			}
-			now := h.of(t, gpu0).state().MIG
+			now := h.of(t, gpu0).State().MIG
 			if now.Enabled == c.off || len(now.Instances) != len(before.Instances) {
 				t.Errorf("the GPU was %+v and is %+v", before, now)
 			}
@@ -201,7 +201,7 @@ func TestDisableUnusedMIGModeReadsNoHardwareWhenIdle(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	h.of(t, gpu0).on = true // as an admin does
+	h.of(t, gpu0).Enabled = true // as an admin does
 	w.scan()
 	for _, gpu := range []string{gpu0, gpu1} {
 		if off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu)); off || err != nil {
@@ -222,14 +222,14 @@ func TestFailedMIGModeDisableIsRetried(t *testing.T) {
 	p := w.plugin(t)
 	prepareAndUnprepare(t, p)
 	w.scan()
-	h.of(t, gpu0).open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
+	h.of(t, gpu0).Open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
 	off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
 	var failed *cut.Error
 	if off || !errors.As(err, &failed) || failed.Code != device.FailureInUse || !strings.Contains(err.Error(), gpu0) {
 		t.Errorf("disabled: %v, %v", off, err)
 	}
-	h.of(t, gpu0).open = nil
-	if off, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil || h.of(t, gpu0).on {
+	h.of(t, gpu0).Open = nil
+	if off, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); !off || err != nil || h.of(t, gpu0).Enabled {
 		t.Errorf("disabled: %v, %v", off, err)
 	}
 	// The driver enabled MIG mode again for its next partition, so it may disable the mode again.
@@ -266,8 +266,8 @@ func TestInterruptedMIGModeDisableIsFinished(t *testing.T) {
 				t.Errorf("call %d died (after its effect: %v) without an error", call, after)
 			}
 			h.fault = nil
-			if _, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); err != nil || h.of(t, gpu0).on || len(marks(w)) > 0 {
-				t.Errorf("after call %d died (after its effect: %v): on: %v, marks: %q, %v", call, after, h.of(t, gpu0).on, marks(w), err)
+			if _, err := w.plugin(t).DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0)); err != nil || h.of(t, gpu0).Enabled || len(marks(w)) > 0 {
+				t.Errorf("after call %d died (after its effect: %v): on: %v, marks: %q, %v", call, after, h.of(t, gpu0).Enabled, marks(w), err)
 			}
 		}
 	}
@@ -279,18 +279,18 @@ func TestModeThatNeedsResetIsNeverMarked(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	s := h.of(t, gpu0)
-	s.fixed, s.on = true, true
+	s.NeedsReset, s.Enabled = true, true
 	w.scan()
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
-	s.reset()
-	s.on = false
+	s.RemoveInstances()
+	s.Enabled = false
 	w.scan()
 	h.takeCalls()
 	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 || !strings.Contains(lost[0].Error(), "only a GPU reset") {
 		t.Errorf("lost: %v", lost)
 	}
-	if calls := h.takeCalls(); slices.Contains(calls, "set MIG mode true") {
+	if calls := h.takeCalls(); slices.Contains(calls, "MIG mode on") {
 		t.Errorf("hardware calls: %q", calls)
 	}
 	if names := marks(w); len(names) > 0 {

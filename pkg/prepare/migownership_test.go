@@ -25,7 +25,7 @@ func TestInstanceOwnershipProof(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, several)
-	ours := h.of(t, gpu0).state().MIG.Instances[0]
+	ours := h.of(t, gpu0).State().MIG.Instances[0]
 	for name, change := range map[string]func(*device.Instance){
 		"another ID":      func(in *device.Instance) { in.ID = 7 },
 		"another place":   func(in *device.Instance) { in.Placement.Start = 1 },
@@ -66,16 +66,16 @@ func TestForeignInstanceIsUsedAndStays(t *testing.T) {
 	}
 	mustUnprepare(t, p, "uid-c")
 	checkClean(t, w)
-	if len(h.of(t, gpu0).instances) != 1 {
+	if len(h.of(t, gpu0).Instances) != 1 {
 		t.Fatal("the foreign instance was removed")
 	}
 	for _, call := range h.takeCalls() {
-		if call != "look" {
+		if call != "query" {
 			t.Errorf("hardware call %q", call)
 		}
 	}
-	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 0 {
-		t.Errorf("after adoption: %v, %+v", err, h.of(t, gpu0).instances)
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).Instances) != 0 {
+		t.Errorf("after adoption: %v, %+v", err, h.of(t, gpu0).Instances)
 	}
 }
 
@@ -83,10 +83,10 @@ func TestForeignComputeInstanceIsUsed(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	h.createForeign(t, gpu0, 9, 4)
-	in := h.of(t, gpu0).instances[1]
+	in := h.of(t, gpu0).Instances[1]
 	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: "MIG-a", Minor: 41},
 		{ID: 1, Name: "2c.3g.40gb", UUID: "MIG-b", Minor: 42}}
-	h.of(t, gpu0).instances[1] = in
+	h.of(t, gpu0).Instances[1] = in
 	w.scan()
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", large4+"-ci-1")))
@@ -134,7 +134,7 @@ func TestInstancesAfterRebootAreForeign(t *testing.T) {
 		}
 		mustPrepare(t, p, newClaim("c", allocated("a", small0)))
 		mustUnprepare(t, p, "uid-c")
-		if len(h.of(t, gpu0).instances) != 1 {
+		if len(h.of(t, gpu0).Instances) != 1 {
 			t.Error("the foreign instance was removed")
 		}
 	}
@@ -157,7 +157,7 @@ func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n := len(h.of(t, gpu0).instances); n != 0 {
+	if n := len(h.of(t, gpu0).Instances); n != 0 {
 		t.Errorf("%d instances", n)
 	}
 	theirs := h.createForeign(t, gpu0, 19, 0)
@@ -167,7 +167,7 @@ func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 		t.Errorf("foreign instances taken for ours: %v, %v", ours, err)
 	}
 	mustUnprepare(t, p, "uid-c")
-	if len(h.of(t, gpu0).instances) != 1 || len(h.of(t, gpu1).instances) != 0 {
+	if len(h.of(t, gpu0).Instances) != 1 || len(h.of(t, gpu1).Instances) != 0 {
 		t.Error("the foreign instance is gone, or ours is left")
 	}
 }
@@ -188,7 +188,7 @@ func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkClean(t, w)
-	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || !steps.SameInstance(in[0], theirs) {
+	if in := h.of(t, gpu0).State().MIG.Instances; len(in) != 1 || !steps.SameInstance(in[0], theirs) {
 		t.Errorf("want %s, got %s", steps.DescribeInstances(theirs), steps.DescribeInstances(in...))
 	}
 }
@@ -198,12 +198,12 @@ func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 func TestPlaceTakenDuringPrepareStaysForeign(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	h.of(t, gpu0).on = true
+	h.of(t, gpu0).Enabled = true
 	w.scan()
 	p := w.plugin(t)
 	h.fault = func(call int, after bool) error {
 		if s := h.of(t, gpu0); call == 1 && after {
-			s.instances[1] = device.Instance{ID: 1, ProfileID: 19, Placement: device.Placement{Start: 0, Size: 1}}
+			s.Instances[1] = device.Instance{ID: 1, ProfileID: 19, Placement: device.Placement{Start: 0, Size: 1}}
 		}
 		return nil
 	}
@@ -212,7 +212,7 @@ func TestPlaceTakenDuringPrepareStaysForeign(t *testing.T) {
 		t.Error(err)
 	}
 	checkClean(t, w)
-	if len(h.of(t, gpu0).instances) != 1 {
+	if len(h.of(t, gpu0).Instances) != 1 {
 		t.Error("the foreign instance was removed")
 	}
 }
@@ -227,7 +227,7 @@ func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
 			h := withMIG(w)
 			p := w.plugin(t)
 			mustPrepare(t, p, several)
-			h.of(t, gpu0).reset()
+			h.of(t, gpu0).RemoveInstances()
 			theirs := h.createForeign(t, gpu0, 19, 0)
 			w.scan()
 			h.takeCalls()
@@ -247,10 +247,10 @@ func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
 			}
 			mustUnprepare(t, p, "uid-c")
 			checkClean(t, w)
-			if in := h.of(t, gpu0).instances; len(in) != 1 || in[theirs.ID].Compute[0].UUID != theirs.Compute[0].UUID {
+			if in := h.of(t, gpu0).Instances; len(in) != 1 || in[theirs.ID].Compute[0].UUID != theirs.Compute[0].UUID {
 				t.Errorf("a foreign instance was changed: %+v", in)
 			}
-			if in := h.of(t, gpu1).instances; len(in) != 0 {
+			if in := h.of(t, gpu1).Instances; len(in) != 0 {
 				t.Errorf("left: %+v", in)
 			}
 		})
@@ -276,7 +276,7 @@ func TestSameUUIDWithOtherProfileIsAnotherDevice(t *testing.T) {
 			c := newClaim("c", allocated("r", large4))
 			mustPrepare(t, p, c)
 			theirs.ProfileID, theirs.Placement = now.profile, now.at
-			h.of(t, gpu0).instances[theirs.ID] = theirs
+			h.of(t, gpu0).Instances[theirs.ID] = theirs
 			w.scan()
 			if given, err := p.PreparedDevices("uid-c"); err != nil || given[0].Instance != nil {
 				t.Errorf("the claim's devices are %+v: %v", given, err)
@@ -297,7 +297,7 @@ func TestInstanceWithoutRecordIsForeign(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
-	in := h.of(t, gpu0).state().MIG.Instances
+	in := h.of(t, gpu0).State().MIG.Instances
 	w.disk.Put(recordFile(t, w, "uid-c"), []byte("{"))
 	w.scan()
 	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
@@ -352,7 +352,7 @@ func TestUnreadableRecordWithoutDevicesOwnsAll(t *testing.T) {
 	if ours, err := p.OwnedInstances(gpu0, all); err != nil || len(ours) != 6 {
 		t.Errorf("owned: %s: %v", steps.DescribeInstances(ours...), err)
 	}
-	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).instances) != 6 {
-		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).instances), err)
+	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).Instances) != 6 {
+		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).Instances), err)
 	}
 }

@@ -37,7 +37,7 @@ func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
 	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
 		t.Errorf("the daemon is %+v", got)
 	}
-	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
+	if a, b := h.of(t, gpu0).ComputeMode, h.of(t, gpu1).ComputeMode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
 		t.Errorf("the compute modes are %s and %s", a, b)
 	}
 	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 ||
@@ -46,7 +46,7 @@ func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
 	}
 	mustPrepare(t, p, c)
 	mustUnprepare(t, p, c.UID)
-	if a, b := h.of(t, gpu0).mode, h.of(t, gpu1).mode; len(w.daemons.running) != 0 || a != device.ComputeDefault ||
+	if a, b := h.of(t, gpu0).ComputeMode, h.of(t, gpu1).ComputeMode; len(w.daemons.running) != 0 || a != device.ComputeDefault ||
 		b != device.ComputeDefault {
 		t.Errorf("left: %v, %s, %s", w.daemons.running, a, b)
 	}
@@ -140,10 +140,10 @@ func TestMPSDaemonFollowsRecreatedPartition(t *testing.T) {
 	p := w.plugin(t)
 	c := shareBy(newClaim("c", allocated("a", small0)), "MigDeviceConfig", byMPS)
 	mustPrepare(t, p, c)
-	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).mode != device.ComputeDefault {
-		t.Errorf("the daemon has %q, the compute mode is %s", got, h.of(t, gpu0).mode)
+	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).ComputeMode != device.ComputeDefault {
+		t.Errorf("the daemon has %q, the compute mode is %s", got, h.of(t, gpu0).ComputeMode)
 	}
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
@@ -152,7 +152,7 @@ func TestMPSDaemonFollowsRecreatedPartition(t *testing.T) {
 		t.Errorf("after the partition was recreated the daemon has %q", got)
 	}
 	mustUnprepare(t, p, c.UID)
-	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 0 {
+	if len(w.daemons.running) != 0 || len(h.of(t, gpu0).Instances) != 0 {
 		t.Errorf("left: %v", w.daemons.running)
 	}
 	checkClean(t, w)
@@ -205,7 +205,7 @@ func TestMPSClaimIsUnpreparedAfterMPSIsDisabled(t *testing.T) {
 				t.Errorf("for another Pod of the claim: %v", err)
 			}
 			mustUnprepare(t, p, claim.UID)
-			if mode := h.of(t, gpu0).mode; mode != device.ComputeDefault {
+			if mode := h.of(t, gpu0).ComputeMode; mode != device.ComputeDefault {
 				t.Errorf("the compute mode is %s", mode)
 			}
 			checkClean(t, w)

@@ -29,7 +29,7 @@ func TestPartitionIsCreatedAndRemovedWithItsClaim(t *testing.T) {
 	if want := "k8s.gpu.nvidia.com/claim=uid-c-" + large4; got[0].CDIDeviceIDs[1] != want || got[0].DeviceName != large4 {
 		t.Errorf("%+v", got)
 	}
-	in := h.of(t, gpu0).state().MIG.Instances
+	in := h.of(t, gpu0).State().MIG.Instances
 	if len(in) != 1 || in[0].ProfileID != 9 || in[0].Placement != (device.Placement{Start: 4, Size: 4}) || len(in[0].Compute) != 1 {
 		t.Fatalf("the GPU has instances %+v", in)
 	}
@@ -47,8 +47,8 @@ func TestPartitionIsCreatedAndRemovedWithItsClaim(t *testing.T) {
 	}
 	mustUnprepare(t, p, "uid-c")
 	checkClean(t, w)
-	if s := h.of(t, gpu0); len(s.instances) != 0 || !s.on {
-		t.Errorf("left: %+v", s.state())
+	if s := h.of(t, gpu0); len(s.Instances) != 0 || !s.Enabled {
+		t.Errorf("left: %+v", s.State())
 	}
 }
 
@@ -61,7 +61,7 @@ func TestClaimWithSeveralPartitions(t *testing.T) {
 		t.Error(got)
 	}
 	mustPrepare(t, p, newClaim("one", allocated("a", small1)))
-	if n := len(h.of(t, gpu0).instances); n != 3 {
+	if n := len(h.of(t, gpu0).Instances); n != 3 {
 		t.Errorf("%s has %d instances", gpu0, n)
 	}
 	if spec := w.specs.of("uid-many"); strings.Count(spec, "nvidia-cap10") != 2 || !strings.Contains(spec, "nvidia-cap21") {
@@ -71,11 +71,11 @@ func TestClaimWithSeveralPartitions(t *testing.T) {
 		t.Error(held, err)
 	}
 	mustUnprepare(t, p, "uid-many")
-	if in := h.of(t, gpu0).state().MIG.Instances; len(in) != 1 || in[0].Placement.Start != 1 {
+	if in := h.of(t, gpu0).State().MIG.Instances; len(in) != 1 || in[0].Placement.Start != 1 {
 		t.Errorf("another claim's instance is gone: %+v", in)
 	}
 	mustPrepare(t, p, newClaim("mixed", allocated("whole", gpu1), allocated("part", small0)))
-	if h.of(t, gpu1).on {
+	if h.of(t, gpu1).Enabled {
 		t.Error("a whole GPU is in MIG mode")
 	}
 }
@@ -102,7 +102,7 @@ func TestClaimWithMorePartitionsThanAFileNameFits(t *testing.T) {
 	if held, err := p.Usage(); err != nil || held != (ledger.Usage{Claims: 2, GPUs: 2, Partitions: 13}) {
 		t.Error(held, err)
 	}
-	ours, err := p.OwnedInstances(gpu1, h.of(t, gpu1).state().MIG.Instances)
+	ours, err := p.OwnedInstances(gpu1, h.of(t, gpu1).State().MIG.Instances)
 	if err != nil || len(ours) != 7 {
 		t.Errorf("%d are explained: %v", len(ours), err)
 	}
@@ -131,11 +131,11 @@ func TestPartitionRefusals(t *testing.T) {
 		{"a missing GPU", nil, newClaim("c", allocated("a", "gpu-0000-ff-00-0-mig-9-0")), cause.Device,
 			[]string{"not on this node", gpu0}},
 		{"a mode that needs a reset", func(t *testing.T, w *world, h *hardware) {
-			h.of(t, gpu0).fixed = true
+			h.of(t, gpu0).NeedsReset = true
 			w.scan()
 		}, newClaim("c", allocated("a", small0)), cause.Device, []string{small0, "only a GPU reset"}},
 		{"a whole GPU whose mode needs a reset", func(t *testing.T, w *world, h *hardware) {
-			h.of(t, gpu0).fixed, h.of(t, gpu0).on = true, true
+			h.of(t, gpu0).NeedsReset, h.of(t, gpu0).Enabled = true, true
 			w.scan()
 		}, newClaim("c", allocated("a", gpu0)), cause.Device, []string{gpu0, "only a GPU reset"}},
 		{"a guest with read-only MIG", func(_ *testing.T, w *world, _ *hardware) {
@@ -144,7 +144,7 @@ func TestPartitionRefusals(t *testing.T) {
 		{"a GPU without MIG", func(_ *testing.T, w *world, _ *hardware) { w.snapshot.Node.GPUs[0].MIG = nil },
 			newClaim("c", allocated("a", small0)), cause.Device, []string{"has no MIG"}},
 		{"a GPU in use", func(t *testing.T, _ *world, h *hardware) {
-			h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
+			h.of(t, gpu0).Open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
 		}, newClaim("c", allocated("a", small0)), cause.Step, []string{small0, "dcgm", "4711"}},
 		{"a whole GPU with foreign instances", func(t *testing.T, w *world, h *hardware) {
 			h.createForeign(t, gpu0, 9, 4)
@@ -162,7 +162,7 @@ func TestPartitionRefusals(t *testing.T) {
 		{"a compute instance of a missing partition", nil, newClaim("c", allocated("a", small0+"-ci-1")), cause.Device, []string{"is gone"}},
 		{"a plugin without partitions", func(_ *testing.T, w *world, _ *hardware) { w.hardware = nil }, newClaim("c", allocated("a", small0)),
 			cause.Step, []string{"whole GPUs only"}},
-		{"a renumbered device node", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).minor = 5 },
+		{"a renumbered device node", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).Minor = 5 },
 			newClaim("c", allocated("a", small0)), cause.NotReady, []string{"/dev/nvidia5"}},
 		{"a missing capability node", func(_ *testing.T, w *world, _ *hardware) {
 			w.missing = map[string]error{"/dev/nvidia-caps/nvidia-cap11": errors.New("nvidia-cap11 is missing")}
@@ -174,7 +174,7 @@ func TestPartitionRefusals(t *testing.T) {
 			if c.node != nil {
 				c.node(t, w, h)
 			}
-			before := len(h.of(t, gpu0).instances)
+			before := len(h.of(t, gpu0).Instances)
 			_, err := w.plugin(t).Prepare(t.Context(), c.claim)
 			if cause.Of(err) != c.cause {
 				t.Fatalf("cause %q: %v", cause.Of(err), err)
@@ -188,7 +188,7 @@ func TestPartitionRefusals(t *testing.T) {
 				t.Errorf("does not fit into an Event: %q", err)
 			}
 			checkClean(t, w)
-			if after := len(h.of(t, gpu0).instances); after != before {
+			if after := len(h.of(t, gpu0).Instances); after != before {
 				t.Errorf("%d instances before, %d after", before, after)
 			}
 		})
@@ -201,15 +201,15 @@ func TestGPUInUseKeepsItsMIGMode(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("part", allocated("r", small0)))
 	mustUnprepare(t, p, "uid-part")
-	h.of(t, gpu0).open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
+	h.of(t, gpu0).Open = []nvidia.Process{{PID: 4711, Name: "dcgm"}}
 	c := newClaim("c", allocated("r", gpu0))
 	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Step || !strings.Contains(err.Error(), "dcgm") {
 		t.Error(err)
 	}
 	checkClean(t, w)
-	h.of(t, gpu0).open = nil
+	h.of(t, gpu0).Open = nil
 	mustPrepare(t, p, c)
-	if h.of(t, gpu0).on {
+	if h.of(t, gpu0).Enabled {
 		t.Error("the GPU is in MIG mode")
 	}
 }
@@ -230,7 +230,7 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 		t.Errorf("the spec without admin access is %s", spec)
 	}
 	mustUnprepare(t, p, "uid-admin")
-	if len(h.of(t, gpu0).instances) != 1 {
+	if len(h.of(t, gpu0).Instances) != 1 {
 		t.Error("the foreign instance was removed")
 	}
 	mustPrepare(t, p, newClaim("admin", admin("a", small0)))
@@ -244,7 +244,7 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	mustPrepare(t, p, newClaim("both", admin("a", small0), allocated("b", small0)))
 	mustUnprepare(t, p, "uid-both")
 	checkClean(t, w)
-	if len(h.of(t, gpu0).instances) != 0 {
+	if len(h.of(t, gpu0).Instances) != 0 {
 		t.Error("instances are left")
 	}
 }
@@ -274,13 +274,13 @@ func TestPartitionHasNoSpecWhileItIsRecreated(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, several)
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	h.takeCalls()
 	without := 0
 	h.fault = func(_ int, after bool) error {
 		if w.specs.of("uid-c") == "" {
 			without++
-		} else if last := h.calls[len(h.calls)-1]; last != "look" {
+		} else if last := h.calls[len(h.calls)-1]; last != "query" {
 			t.Errorf("%q (%v) while containers are given %s", last, after, w.specs.of("uid-c"))
 		}
 		return nil
@@ -299,13 +299,13 @@ func TestRecreatedPartitionIsReported(t *testing.T) {
 	p.OnChanged = func(c kubeletplugin.NamespacedObject) { reported = append(reported, c) }
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	mustPrepare(t, p, newClaim("other", allocated("r", gpu1)))
-	before := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID
+	before := h.of(t, gpu0).State().MIG.Instances[0].Compute[0].UUID
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil || len(reported) != 0 {
 		t.Fatal(reported, err)
 	}
 
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
@@ -314,7 +314,7 @@ func TestRecreatedPartitionIsReported(t *testing.T) {
 		t.Errorf("reported: %+v", reported)
 	}
 	given, err := p.PreparedDevices("uid-c")
-	if now := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID; err != nil || now == before || given[0].MIGUUID != now ||
+	if now := h.of(t, gpu0).State().MIG.Instances[0].Compute[0].UUID; err != nil || now == before || given[0].MIGUUID != now ||
 		given[0].Compute.UUID != now {
 		t.Errorf("%+v, %v; the MIG device was %s and is %s", given, err, before, now)
 	}
@@ -327,14 +327,14 @@ func TestRecreatedPartitionWithSameUUIDIsNotReported(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
-	before := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID
-	h.of(t, gpu0).reset()
+	before := h.of(t, gpu0).State().MIG.Instances[0].Compute[0].UUID
+	h.of(t, gpu0).RemoveInstances()
 	h.serial = 0
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if now := h.of(t, gpu0).state().MIG.Instances[0].Compute[0].UUID; now != before {
+	if now := h.of(t, gpu0).State().MIG.Instances[0].Compute[0].UUID; now != before {
 		t.Fatalf("the MIG device was %s and is %s", before, now)
 	}
 	w.scan()
@@ -362,7 +362,7 @@ func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
 			h := withMIG(w)
 			p := w.plugin(t)
 			mustPrepare(t, p, several)
-			h.of(t, gpu0).reset()
+			h.of(t, gpu0).RemoveInstances()
 			w.scan()
 			h.takeCalls()
 			h.fault = func(_ int, after bool) error {

@@ -54,11 +54,11 @@ func TestReconcileChecksSharedStepsOnce(t *testing.T) {
 		}
 		calls := h.takeCalls()
 		slices.Sort(calls)
-		if want := []string{"look", "start " + share0, "time slice"}; !slices.Equal(calls, want) {
+		if want := []string{"query", "read time slice", "start " + share0}; !slices.Equal(calls, want) {
 			t.Errorf("Reconcile of %d claims made calls %q", 2*many, calls)
 		}
 	}
-	h.of(t, gpu1).forget()
+	h.of(t, gpu1).ForgetSettings()
 	clear(w.daemons.running)
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
@@ -146,7 +146,7 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	h := withMIG(w)
 	mustPrepare(t, w.plugin(t), newClaim("lost", allocated("r", small0)))
 	mustPrepare(t, w.plugin(t), newClaim("well", allocated("r", gpu1)))
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	w.scan()
 	h.fault = func(_ int, after bool) error {
 		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
@@ -324,8 +324,8 @@ func TestOneFailedRepairBlocksNoOther(t *testing.T) {
 			t.Errorf("%s is broken: left: %q", broken, left)
 		}
 		for _, gpu := range []string{gpu0, gpu1} {
-			if s := h.of(t, gpu); s.uuid != broken && s.slice != device.TimeSliceDefault {
-				t.Errorf("%s has time slice %d", gpu, s.slice)
+			if s := h.of(t, gpu); s.UUID != broken && s.TimeSlice != device.TimeSliceDefault {
+				t.Errorf("%s has time slice %d", gpu, s.TimeSlice)
 			}
 		}
 		p.with(func(n *steps.Node) { n.Partitions = h })

@@ -79,7 +79,7 @@ func TestRecoverReadsNoHardware(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkRecordsMatchHardware(t, w, h, p, nil)
-	if in := h.of(t, gpu0).instances; len(in) != 1 {
+	if in := h.of(t, gpu0).Instances; len(in) != 1 {
 		t.Errorf("instances: %+v", in)
 	}
 }

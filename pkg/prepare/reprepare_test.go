@@ -69,7 +69,7 @@ func TestRePrepareOfPartitionsWritesNothing(t *testing.T) {
 	if after, _ := w.disk.ReadFile(recordFile(t, w, "uid-c")); string(after) != string(before) {
 		t.Error("the record was written")
 	}
-	if calls := h.takeCalls(); !slices.Equal(calls, []string{"look", "look"}) {
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"query", "query"}) {
 		t.Errorf("hardware calls: %q", calls)
 	}
 }
@@ -93,7 +93,7 @@ func TestRePrepareKeepsContainerLimit(t *testing.T) {
 				t.Fatal(err)
 			}
 			for _, call := range h.takeCalls() {
-				if call != "look" && call != "start "+share0 { // must not change running daemons
+				if call != "query" && call != "start "+share0 { // must not change running daemons
 					t.Errorf("%q", call)
 				}
 			}
@@ -195,8 +195,8 @@ func TestChangedSharingIsPreparedAnew(t *testing.T) {
 	} {
 		mustPrepare(t, p, shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", c.sharing))
 		threads := w.daemons.running["uid-c-0"].ThreadPercentage
-		if s := h.of(t, gpu0); s.slice != c.slice || s.mode != c.mode || (threads != nil) != (c.threads > 0) {
-			t.Errorf("%s: time slice %d, compute mode %s, threads %v", c.sharing, s.slice, s.mode, threads)
+		if s := h.of(t, gpu0); s.TimeSlice != c.slice || s.ComputeMode != c.mode || (threads != nil) != (c.threads > 0) {
+			t.Errorf("%s: time slice %d, compute mode %s, threads %v", c.sharing, s.TimeSlice, s.ComputeMode, threads)
 		}
 		checkSharedState(t, w, h, p, device.TimeSliceDefault)
 	}
@@ -221,7 +221,7 @@ func TestReallocatedClaimLeavesSharedState(t *testing.T) {
 		t.Errorf("the daemons are %v", d)
 	}
 	mustUnprepare(t, p, moved.UID)
-	if d := w.daemons.running; len(d) != 1 || d[share0].ID == "" || h.of(t, gpu1).mode != device.ComputeDefault {
+	if d := w.daemons.running; len(d) != 1 || d[share0].ID == "" || h.of(t, gpu1).ComputeMode != device.ComputeDefault {
 		t.Errorf("the daemons are %v", d)
 	}
 	mustUnprepare(t, p, part2.UID)

@@ -41,7 +41,7 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 		has     []string
 	}{
 		{"whole", "GpuConfig", nil, allocated("r", gpu0), none, nothing, nil},
-		{"whole", "GpuConfig", nil, allocated("r", gpu0), unsliced, works, []string{"time slice", "set time slice 0"}},
+		{"whole", "GpuConfig", nil, allocated("r", gpu0), unsliced, works, []string{"read time slice", "set time slice 0"}},
 		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Short"), works, []string{"set time slice 1"}},
 		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Medium"), works, []string{"set time slice 2"}},
 		{"whole", "GpuConfig", nil, allocated("r", gpu0), slicing("Long"), works, []string{"set time slice 3"}},
@@ -100,12 +100,12 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 			if c.sharing != none {
 				shareBy(claim, c.kind, c.sharing)
 			}
-			before := len(h.of(t, gpu0).instances)
+			before := len(h.of(t, gpu0).Instances)
 			_, err := p.Prepare(t.Context(), claim)
 			calls := h.takeCalls()
 			switch {
 			case c.want == nothing:
-				if err != nil || slices.ContainsFunc(calls, func(c string) bool { return c != "look" }) || len(w.holders()) > 0 {
+				if err != nil || slices.ContainsFunc(calls, func(c string) bool { return c != "query" }) || len(w.holders()) > 0 {
 					t.Errorf("%v, asked %q", err, calls)
 				}
 			case c.want == works:
@@ -137,7 +137,7 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 			}
 			mustPrepare(t, p, claim)
 			for _, call := range h.takeCalls() {
-				if call != "look" && call != "time slice" && !strings.HasPrefix(call, "start ") ||
+				if call != "query" && call != "read time slice" && !strings.HasPrefix(call, "start ") ||
 					!maps.EqualFunc(w.daemons.running, daemons, mps.Daemon.Equal) {
 					t.Errorf("after a restart: %q", call)
 				}
@@ -145,7 +145,7 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 			checkSharedState(t, w, h, p, device.TimeSliceDefault)
 			mustUnprepare(t, p, claim.UID)
 			checkSharedState(t, w, h, p, device.TimeSliceDefault)
-			if left := len(h.of(t, gpu0).instances); left != before {
+			if left := len(h.of(t, gpu0).Instances); left != before {
 				t.Errorf("%d instances are left, of %d", left, before)
 			}
 			checkClean(t, w)
@@ -156,27 +156,27 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 func TestTimeSliceIsSetAndRestored(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
-	h.of(t, gpu0).slice = device.TimeSliceMedium
+	h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 	p := w.plugin(t)
 	c := shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long"))
 	mustPrepare(t, p, c)
-	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+	if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceLong {
 		t.Errorf("the time slice is %d", got)
 	}
 	h.takeCalls()
 	mustPrepare(t, p, c)
-	if calls := h.takeCalls(); !slices.Equal(calls, []string{"time slice"}) {
+	if calls := h.takeCalls(); !slices.Equal(calls, []string{"read time slice"}) {
 		t.Errorf("a repeated call made hardware calls: %q", calls)
 	}
-	h.of(t, gpu0).forget()
+	h.of(t, gpu0).ForgetSettings()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+	if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceLong {
 		t.Errorf("after a reset the time slice is %d", got)
 	}
 	mustUnprepare(t, p, c.UID)
-	if got := h.of(t, gpu0).slice; got != device.TimeSliceMedium {
+	if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceMedium {
 		t.Errorf("restored, the time slice is %d", got)
 	}
 	checkClean(t, w)
@@ -189,19 +189,19 @@ func TestLastHolderRestoresOriginalSettings(t *testing.T) {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {
 			w := newWorld(t)
 			h := withMPS(w)
-			h.of(t, gpu0).slice = device.TimeSliceShort
+			h.of(t, gpu0).TimeSlice = device.TimeSliceShort
 			for _, name := range []string{"a", "b", "c"} {
 				// A new plugin process serves each call, so the test fails if the original time slice is kept
 				// only in memory.
 				mustPrepare(t, w.plugin(t), shareBy(newClaim(name, plain("r", share0)), "GpuConfig", slicing("Long")))
 			}
 			for _, name := range order {
-				if got := h.of(t, gpu0).slice; got != device.TimeSliceLong {
+				if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceLong {
 					t.Errorf("before claim %s leaves, the time slice is %d", name, got)
 				}
 				mustUnprepare(t, w.plugin(t), newClaim(name).UID)
 			}
-			if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+			if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceShort {
 				t.Errorf("at the end the time slice is %d", got)
 			}
 			checkClean(t, w)
@@ -225,12 +225,12 @@ func TestDifferentSharedSettingIsRefusedNamingHolders(t *testing.T) {
 			t.Errorf("%v does not say %s", err, want)
 		}
 	}
-	if strings.Contains(err.Error(), "indifferent") || h.of(t, gpu0).slice != device.TimeSliceLong {
-		t.Error(err, h.of(t, gpu0).slice)
+	if strings.Contains(err.Error(), "indifferent") || h.of(t, gpu0).TimeSlice != device.TimeSliceLong {
+		t.Error(err, h.of(t, gpu0).TimeSlice)
 	}
 	mustUnprepare(t, p, "uid-a")
 	mustPrepare(t, p, b)
-	if got := h.of(t, gpu0).slice; got != device.TimeSliceShort {
+	if got := h.of(t, gpu0).TimeSlice; got != device.TimeSliceShort {
 		t.Errorf("the time slice is %d", got)
 	}
 }
@@ -276,7 +276,7 @@ func TestSharingRefusals(t *testing.T) {
 			[]string{"defaultPerDevicePinnedMemoryLimit", "GPU-0"}},
 		{"a limit for another MIG device", nil, shareBy(newClaim("c", allocated("r", small0)), "MigDeviceConfig", limits(other)), cause.Claim,
 			[]string{"defaultPerDevicePinnedMemoryLimit", "MIG-1"}},
-		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).unsliced = true },
+		{"a GPU without time slices", func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).NoTimeSlices = true },
 			shareBy(newClaim("c", allocated("r", gpu0)), "GpuConfig", slicing("Long")), cause.Step, []string{gpu0, "time slices", "not-supported"}},
 		{"MPS without a supervisor", func(_ *testing.T, w *world, _ *hardware) { w.daemons.absent = true },
 			newClaim("c", fraction("r", share0, "1Gi", "0")), cause.NotReady, []string{"the MPS supervisor is not running on this node",
@@ -359,11 +359,11 @@ func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	a, b := newClaim("a", fraction("r", migShare0, "4Gi", "0")), newClaim("b", fraction("r", migShare0, "4Gi", "0"))
 	mustPrepare(t, p, a)
 	mustPrepare(t, p, b)
-	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("the daemon has %q of %s", got, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+	if got := w.daemons.running[migShare0].Devices; !slices.Equal(got, []string{"MIG-1"}) || len(h.of(t, gpu0).Instances) != 1 {
+		t.Errorf("the daemon has %q of %s", got, steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...))
 	}
 	w.scan()
-	if ours, err := p.OwnedInstances(gpu0, h.of(t, gpu0).state().MIG.Instances); err != nil || len(ours) != 1 {
+	if ours, err := p.OwnedInstances(gpu0, h.of(t, gpu0).State().MIG.Instances); err != nil || len(ours) != 1 {
 		t.Errorf("owned: %v, %v", ours, err)
 	}
 	given, err := p.PreparedDevices(b.UID)
@@ -372,7 +372,7 @@ func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 	}
 	// After a GPU reset, Reconcile must recreate the partition once, and both claims must use the new
 	// one.
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	w.scan()
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
@@ -387,12 +387,12 @@ func TestSharedPartitionLivesFromFirstToLastHolder(t *testing.T) {
 		t.Errorf("the daemon has %q", got)
 	}
 	mustUnprepare(t, p, a.UID)
-	if len(h.of(t, gpu0).instances) != 1 || len(w.daemons.running) != 1 {
+	if len(h.of(t, gpu0).Instances) != 1 || len(w.daemons.running) != 1 {
 		t.Error("the first claim to leave removed it")
 	}
 	mustUnprepare(t, p, b.UID)
-	if len(h.of(t, gpu0).instances) != 0 || len(w.daemons.running) != 0 {
-		t.Errorf("left: %s, %v", steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...), w.daemons.running)
+	if len(h.of(t, gpu0).Instances) != 0 || len(w.daemons.running) != 0 {
+		t.Errorf("left: %s, %v", steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...), w.daemons.running)
 	}
 	checkClean(t, w)
 }
@@ -403,7 +403,7 @@ func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, migPart1)
 	mustPrepare(t, p, migPart2)
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	w.scan()
 	err := p.RepairAllSpecs(t.Context())
 	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
@@ -430,7 +430,7 @@ func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, migPart1)
 	mustPrepare(t, p, migPart2)
-	h.of(t, gpu0).reset()
+	h.of(t, gpu0).RemoveInstances()
 	h.createForeign(t, gpu0, 9, 0)
 	w.scan()
 	if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 2 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
@@ -439,8 +439,8 @@ func TestUnrestorableSharedPartitionIsLostForAllHolders(t *testing.T) {
 	mustUnprepare(t, p, migPart1.UID)
 	mustUnprepare(t, p, migPart2.UID)
 	checkClean(t, w)
-	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).instances) != 1 {
-		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+	if len(w.holders()) != 0 || len(w.daemons.running) != 0 || len(h.of(t, gpu0).Instances) != 1 {
+		t.Errorf("left: %q, %v, %s", w.holders(), w.daemons.running, steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...))
 	}
 }
 
@@ -474,7 +474,7 @@ func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			h := withMPS(w)
-			h.of(t, gpu0).slice = device.TimeSliceMedium
+			h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 			p := w.plugin(t)
 			mustPrepare(t, p, long1)
 			p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
@@ -493,7 +493,7 @@ func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
 			if err := p.Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			if got := h.of(t, gpu0).slice; got != c.found || len(w.holders()) != 0 {
+			if got := h.of(t, gpu0).TimeSlice; got != c.found || len(w.holders()) != 0 {
 				t.Errorf("the time slice is %d, left: %q", got, w.holders())
 			}
 			mustUnprepare(t, p, "uid-whole")
@@ -510,7 +510,7 @@ func TestFailedTimeSliceRestoreIsRetried(t *testing.T) {
 func TestNewHolderKeepsOriginalTimeSlice(t *testing.T) {
 	w := newWorld(t)
 	h := withMPS(w)
-	h.of(t, gpu0).slice = device.TimeSliceMedium
+	h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 	p := w.plugin(t)
 	mustPrepare(t, p, long1)
 	p.with(func(n *steps.Node) { n.Partitions = &muteTimeSlice{h, "GPU-0"} })
@@ -532,7 +532,7 @@ func TestFailedComputeModeRestoreKeepsClaim(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, part1)
 	h.fault = func(int, bool) error {
-		if h.of(t, gpu0).mode == device.ComputeExclusiveProcess && len(w.daemons.running) == 0 {
+		if h.of(t, gpu0).ComputeMode == device.ComputeExclusiveProcess && len(w.daemons.running) == 0 {
 			return failure(device.FailureReset, "set compute mode", h.card(t, gpu0))
 		}
 		return nil

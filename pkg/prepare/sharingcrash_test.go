@@ -46,8 +46,8 @@ func withRestart(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, 
 	return func(t *testing.T, w *world, p *plugin) {
 		withPrepared(claims...)(t, w, p)
 		for _, gpu := range []string{gpu0, gpu1} {
-			w.hardware.of(t, gpu).reset()
-			w.hardware.of(t, gpu).forget()
+			w.hardware.of(t, gpu).RemoveInstances()
+			w.hardware.of(t, gpu).ForgetSettings()
 		}
 		clear(w.daemons.running)
 	}
@@ -93,7 +93,7 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *p
 	t.Helper()
 	w = newWorld(t)
 	h = withMPS(w)
-	h.of(t, gpu0).slice = device.TimeSliceMedium
+	h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 	p = w.plugin(t)
 	s.before(t, w, p)
 	w.scan()
@@ -101,7 +101,7 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *p
 	if slices.Contains(w.holders(), steps.SharedKey(gpu0, steps.TimeSliceKind)+".json") {
 		return w, h, p, device.TimeSliceMedium
 	}
-	return w, h, p, h.of(t, gpu0).slice
+	return w, h, p, h.of(t, gpu0).TimeSlice
 }
 
 // checkClaimsGoOn starts a new plugin process. It fails the test unless Recover and Reconcile

@@ -84,7 +84,7 @@ func TestClaimsLeaveSharedStateWithUnreadableRecords(t *testing.T) {
 				t.Run(fmt.Sprintf("%s, %v, backwards %v", s.name, spoilt, backwards), func(t *testing.T) {
 					w := newWorld(t)
 					h := withMPS(w)
-					h.of(t, gpu0).slice = device.TimeSliceMedium
+					h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 					for _, c := range s.claims {
 						mustPrepare(t, w.plugin(t), c)
 						w.scan()
@@ -113,8 +113,8 @@ func TestClaimsLeaveSharedStateWithUnreadableRecords(t *testing.T) {
 					}
 					// Instances that were created for one claim alone stay, because without the claim's record
 					// nothing proves that this driver created them.
-					if s.claims[0] != parted && len(h.of(t, gpu0).instances) != 0 {
-						t.Errorf("left: %s", steps.DescribeInstances(h.of(t, gpu0).state().MIG.Instances...))
+					if s.claims[0] != parted && len(h.of(t, gpu0).Instances) != 0 {
+						t.Errorf("left: %s", steps.DescribeInstances(h.of(t, gpu0).State().MIG.Instances...))
 					}
 				})
 			}
@@ -198,7 +198,7 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 		t.Run(s.name, func(t *testing.T) {
 			w := newWorld(t)
 			h := withMPS(w)
-			h.of(t, gpu0).slice = device.TimeSliceMedium
+			h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
 			p := w.plugin(t)
 			for _, c := range s.claims {
 				mustPrepare(t, p, c)
@@ -214,13 +214,13 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 				t.Errorf("cause %s: %v", cause.Of(err), err)
 			}
 			if s.claims[0] != migPart1 { // only the lost file proved that the driver created the MIG instance
-				h.of(t, gpu0).forget()
+				h.of(t, gpu0).ForgetSettings()
 				clear(w.daemons.running)
 				if err := p.Reconcile(t.Context()); err != nil {
 					t.Fatal(err)
 				}
-				if w.daemons.running[share0].ID == "" && h.of(t, gpu0).slice != device.TimeSliceLong {
-					t.Errorf("not maintained: %v, %d", w.daemons.running, h.of(t, gpu0).slice)
+				if w.daemons.running[share0].ID == "" && h.of(t, gpu0).TimeSlice != device.TimeSliceLong {
+					t.Errorf("not maintained: %v, %d", w.daemons.running, h.of(t, gpu0).TimeSlice)
 				}
 			}
 			mustUnprepare(t, p, s.claims[0].UID)
@@ -228,9 +228,9 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 				t.Error("the first claim to leave removed the shared state")
 			}
 			mustUnprepare(t, p, s.claims[1].UID)
-			if s := h.of(t, gpu0); s.slice != device.TimeSliceDefault && s.slice != device.TimeSliceMedium || s.mode != device.ComputeDefault ||
+			if s := h.of(t, gpu0); s.TimeSlice != device.TimeSliceDefault && s.TimeSlice != device.TimeSliceMedium || s.ComputeMode != device.ComputeDefault ||
 				len(w.daemons.running) != 0 || len(w.holders()) != 0 {
-				t.Errorf("left: time slice %d, compute mode %s, %v, %q", s.slice, s.mode, w.daemons.running, w.holders())
+				t.Errorf("left: time slice %d, compute mode %s, %v, %q", s.TimeSlice, s.ComputeMode, w.daemons.running, w.holders())
 			}
 			checkClean(t, w)
 		})

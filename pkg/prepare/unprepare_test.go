@@ -22,7 +22,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 	anew := func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] }
 	lost := func(h *hardware) {
 		h.fault = func(int, bool) error {
-			return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
+			return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 		}
 	}
 	for name, c := range map[string]struct {
@@ -32,7 +32,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 		"the driver is not loaded": {nil, func(_ *testing.T, w *world, h *hardware) {
 			w.snapshot.Ready = false
 			h.fault = func(int, bool) error {
-				return &cut.Error{Op: "look", Code: device.FailureNoDriver, Message: "the driver is not loaded"}
+				return &cut.Error{Op: "query", Code: device.FailureNoDriver, Message: "the driver is not loaded"}
 			}
 		}},
 		"the card is gone": {nil, func(_ *testing.T, w *world, h *hardware) {
@@ -49,7 +49,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 			anew(w)
 			w.snapshot.Ready, w.snapshot.Reason = false, "the hook cannot run"
 		}},
-		"another card is there": {nil, func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).uuid = "GPU-new" }},
+		"another card is there": {nil, func(t *testing.T, _ *world, h *hardware) { h.of(t, gpu0).UUID = "GPU-new" }},
 	} {
 		for kind, claim := range map[string]*resourceapi.ResourceClaim{
 			"partition": newClaim("c", allocated("r", small0)), "time slices": sliced, "MPS": shareBy(newClaim("c", allocated("r", gpu0)),
@@ -84,7 +84,7 @@ func TestGPUIsNotCalledGoneBeforeFirstScan(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
 	w.snapshot = inventory.Snapshot{}
 	h.fault = func(int, bool) error {
-		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
+		return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	p := w.plugin(t)
 	if err := p.Unprepare(t.Context(), "uid-c"); err == nil || len(w.records()) != 1 {
@@ -100,14 +100,14 @@ func TestUnprepareFailsWhileGPUDoesNotAnswer(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	h.fault = func(int, bool) error {
-		return &cut.Error{Op: "look", Code: device.FailureLost, Message: "the GPU is lost"}
+		return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Step || len(w.records()) != 1 {
 		t.Errorf("unprepared, with records %q: %v", w.records(), err)
 	}
 	h.fault = nil
 	mustUnprepare(t, p, "uid-c")
-	if len(h.of(t, gpu0).instances) != 0 {
+	if len(h.of(t, gpu0).Instances) != 0 {
 		t.Error("the instance is left")
 	}
 }
@@ -117,7 +117,7 @@ func TestInstanceInUseIsRemovedLater(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, several)
-	h.of(t, gpu0).busy[1] = 2
+	h.of(t, gpu0).Busy[1] = 2
 	err := p.Unprepare(t.Context(), "uid-c")
 	if cause.Of(err) != cause.Step || !strings.Contains(err.Error(), "python") || !strings.Contains(err.Error(), small0) {
 		t.Fatal(err)
@@ -147,8 +147,8 @@ func TestRemovedInstanceIsNoLongerOwned(t *testing.T) {
 	h := withMIG(w)
 	p := w.plugin(t)
 	mustPrepare(t, p, several)
-	removed := h.of(t, gpu1).state().MIG.Instances
-	h.of(t, gpu0).busy[1] = 1
+	removed := h.of(t, gpu1).State().MIG.Instances
+	h.of(t, gpu0).Busy[1] = 1
 	if err := p.Unprepare(t.Context(), "uid-c"); err == nil {
 		t.Fatal("the instance was not in use")
 	}

@@ -79,7 +79,7 @@ func (s *schedule) act() {
 // scan of the GPUs found.
 func (s *schedule) adminPartitions(g *gpu) {
 	about := slices.ContainsFunc(s.claims, func(c *claim) bool { return c.phase != idle })
-	if (g.migEnabled || !about) && g.adminCreates(4) {
+	if (g.Enabled || !about) && g.adminCreates(4) {
 		s.note("an admin creates a MIG instance on %s, and the inventory scans", g.name())
 		s.scan()
 	}

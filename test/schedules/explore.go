@@ -74,7 +74,7 @@ func (n *node) clone() *node {
 	c.gpus = make([]*gpu, len(n.gpus))
 	for i, g := range n.gpus {
 		copied := *g
-		copied.instances, copied.adminInstances = maps.Clone(g.instances), maps.Clone(g.adminInstances)
+		copied.Instances, copied.adminInstances = maps.Clone(g.Instances), maps.Clone(g.adminInstances)
 		c.gpus[i] = &copied
 	}
 	return &c
@@ -105,7 +105,7 @@ func (m *savedState) hash() ([32]byte, error) {
 	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.based, nil, m.node.boots}
 	for _, g := range m.node.gpus {
 		state.Cards = append(state.Cards, card{
-			g.migEnabled, g.instances, g.mode, g.slice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed,
+			g.Enabled, g.Instances, g.ComputeMode, g.TimeSlice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed,
 		})
 	}
 	for _, c := range m.claims {

@@ -80,7 +80,7 @@ func (w *world) finalChecks(uids []types.UID) {
 	w.checkEmpty()
 	w.scan()
 	for _, g := range w.gpus {
-		if !g.lost && len(g.instances) == 0 {
+		if !g.lost && len(g.Instances) == 0 {
 			w.checkReusable(p.ctx, p, g.name())
 		}
 	}
@@ -95,14 +95,14 @@ func (w *world) finalChecks(uids []types.UID) {
 func (w *world) checkModesOff(p *process) {
 	for _, g := range w.snapshot.Node.GPUs {
 		card := w.gpu(g.WholeName())
-		isAdmins := card.migEnabled && !card.modeIsOurs
+		isAdmins := card.Enabled && !card.modeIsOurs
 		if _, err := p.DisableUnusedMIGMode(p.ctx, g.GPU); err != nil {
 			w.violates("disable the MIG mode of %s: %v", card.name(), err)
 		}
-		if card.migEnabled && card.modeIsOurs && len(card.instances) == 0 {
+		if card.Enabled && card.modeIsOurs && len(card.Instances) == 0 {
 			w.violates("%s is left in MIG mode, which the plugin enabled", card.name())
 		}
-		if isAdmins && !card.migEnabled {
+		if isAdmins && !card.Enabled {
 			w.violates("the plugin disabled the MIG mode of %s, which an admin uses", card.name())
 		}
 	}

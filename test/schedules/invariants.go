@@ -141,12 +141,12 @@ func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []spec
 		if d, runs := w.daemons[id]; !runs || !slices.Contains(d.Devices, uuid) {
 			return fmt.Errorf("no MPS daemon %s serves device %s (it serves %v)", id, uuid, d.Devices)
 		}
-		if name.Partition == nil && g.mode != device.ComputeExclusiveProcess {
-			return fmt.Errorf("compute mode of %s is %s", g.name(), g.mode)
+		if name.Partition == nil && g.ComputeMode != device.ComputeExclusiveProcess {
+			return fmt.Errorf("compute mode of %s is %s", g.name(), g.ComputeMode)
 		}
-	case want == slicing && name.Partition == nil && g.slice != device.TimeSliceLong,
-		want == shorter && name.Partition == nil && g.slice != device.TimeSliceShort:
-		return fmt.Errorf("the time slices of %s are %d", g.name(), g.slice)
+	case want == slicing && name.Partition == nil && g.TimeSlice != device.TimeSliceLong,
+		want == shorter && name.Partition == nil && g.TimeSlice != device.TimeSliceShort:
+		return fmt.Errorf("the time slices of %s are %d", g.name(), g.TimeSlice)
 	}
 	return nil
 }
@@ -154,14 +154,14 @@ func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []spec
 // checkEdits returns an error unless the CDI edits give a container the named device of GPU g and
 // no other device. Otherwise it returns the device's UUID.
 func (w *world) checkEdits(g *gpu, name device.Name, deviceName string, admin bool, edits specs.ContainerEdits) (uuid string, err error) {
-	want := []string{fmt.Sprintf("/dev/nvidia%d", g.minor)}
-	uuid = g.uuid
-	if name.Partition == nil && g.migEnabled && !admin {
+	want := []string{fmt.Sprintf("/dev/nvidia%d", g.Minor)}
+	uuid = g.UUID
+	if name.Partition == nil && g.Enabled && !admin {
 		return "", fmt.Errorf("device %s is a whole GPU in MIG mode", deviceName)
 	}
 	if name.Partition != nil {
 		found := false
-		for _, in := range g.instances {
+		for _, in := range g.Instances {
 			if in.ProfileID == name.Partition.ProfileID && in.Placement.Start == name.Partition.Start && len(in.Compute) == 1 {
 				found, uuid = true, in.Compute[0].UUID
 				want = append(want, fmt.Sprintf("%s%d", capDir, in.Minor), fmt.Sprintf("%s%d", capDir, in.Compute[0].Minor))
@@ -280,7 +280,7 @@ func (w *world) checkDaemons() {
 func (w *world) checkAdminInstances() {
 	for _, g := range w.gpus {
 		for id, created := range g.adminInstances {
-			if !reflect.DeepEqual(g.instances[id], created) {
+			if !reflect.DeepEqual(g.Instances[id], created) {
 				w.violates("MIG instance %d of %s, which an admin created, has changed", id, g.name())
 			}
 		}
@@ -340,7 +340,7 @@ func (w *world) checkNoLeftovers(store *checkpoint.Store) {
 		}
 	}
 	for _, g := range w.gpus {
-		for id, in := range g.instances {
+		for id, in := range g.Instances {
 			name := fmt.Sprintf("%s-mig-%d-%d", g.name(), in.ProfileID, in.Placement.Start)
 			if !g.isAdmins(id) && !held[name] && !w.stateUnreadable {
 				w.violates("MIG instance %d of %s (%s) belongs to no claim", id, g.name(), name)
@@ -375,16 +375,16 @@ func (w *world) checkEmpty() {
 		if g.lost {
 			continue
 		}
-		for id := range g.instances {
+		for id := range g.Instances {
 			if !g.isAdmins(id) && !w.stateUnreadable {
 				w.violates("MIG instance %d of %s is left", id, g.name())
 			}
 		}
 		// The plugin must restore the time slice that the admin had set. An exception is the default time
 		// slice after an unreadable file or a GPU reset, which lose the admin's setting.
-		asFound := g.slice == initialSlice || g.slice == device.TimeSliceDefault && (w.stateUnreadable || g.disturbed > 0)
-		if g.mode != device.ComputeDefault || !asFound {
-			w.violates("%s is left with compute mode %s and time slices %d", g.name(), g.mode, g.slice)
+		asFound := g.TimeSlice == initialSlice || g.TimeSlice == device.TimeSliceDefault && (w.stateUnreadable || g.disturbed > 0)
+		if g.ComputeMode != device.ComputeDefault || !asFound {
+			w.violates("%s is left with compute mode %s and time slices %d", g.name(), g.ComputeMode, g.TimeSlice)
 		}
 	}
 	w.checkAdminInstances()

@@ -1,6 +1,7 @@
 package schedules
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"maps"
@@ -14,6 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 )
 
 // node is the simulated node without the plugin: disk, GPUs and MPS daemons. It outlives the
@@ -31,25 +33,17 @@ type node struct {
 	snapshot         inventory.Snapshot
 }
 
-// gpu is a simulated GPU. As on a real one, MIG instances do not overlap, a compute instance is
-// destroyed before its GPU instance, IDs are reused, and the UUIDs of MIG devices follow from the
-// IDs.
+// gpu is a GPU in memory, with what the simulation remembers of it.
 type gpu struct {
-	address    device.PCIAddress
-	uuid       string
-	minor      int
-	migEnabled bool
+	migmodel.GPU
 	// modeIsOurs is set when the plugin enabled the GPU's MIG mode, and no admin has used MIG on this
 	// GPU since.
 	modeIsOurs bool
-	instances  map[uint32]device.Instance
 	// adminInstances are the MIG instances that an admin created, by ID.
 	adminInstances map[uint32]device.Instance
 	// restoredAtBoot is set when an admin's service has restored this GPU's MIG instances at boot.
 	// Claims may use these instances. Prepare of such a claim fails until they exist again.
 	restoredAtBoot bool
-	mode           device.ComputeMode
-	slice          device.TimeSlice
 	lost           bool
 	// disturbed counts the events after which the GPU had lost its state.
 	disturbed int
@@ -62,12 +56,21 @@ const initialSlice = device.TimeSliceMedium
 // partition has room for two of them.
 const gpuMemory = 25 << 30
 
-// profiles are some of the GPU instance profiles of an H100.
-var profiles = []device.Profile{
-	{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 4, Starts: []uint32{0, 4}, MemoryBytes: 40 << 30},
-	{ID: adminProfile, Name: "2g.20gb", Slices: 2, MaxInstances: 3, Size: 2, Starts: []uint32{0, 2, 4}, MemoryBytes: 20 << 30},
-	{ID: 19, Name: "1g.10gb", Slices: 1, MaxInstances: 7, Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}, MemoryBytes: 17 << 30},
-}
+// profiles are some of the GPU instance profiles of an H100. The smallest has room for two limited
+// shares.
+var profiles = func() []device.Profile {
+	some := migmodel.Profiles(h100, 9, adminProfile, smallProfile)
+	for i := range some {
+		if some[i].ID == smallProfile {
+			some[i].MemoryBytes = 17 << 30
+		}
+	}
+	return some
+}()
+
+var h100 = migmodel.H100()
+
+const smallProfile = 19
 
 // adminProfile is the profile of the MIG instances that admins create while the node runs. Claims
 // never request this profile: within a boot, the plugin cannot distinguish an admin's instance from
@@ -77,10 +80,10 @@ const adminProfile = 14
 func newNode(cards int) *node {
 	n := &node{disk: durabletest.New(), daemons: map[string]mps.Daemon{}}
 	for i := range cards {
-		n.gpus = append(n.gpus, &gpu{
-			address: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), uuid: fmt.Sprintf("GPU-%d", i), minor: i,
-			instances: map[uint32]device.Instance{}, adminInstances: map[uint32]device.Instance{}, mode: device.ComputeDefault, slice: initialSlice,
-		})
+		card := device.Card{PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), UUID: fmt.Sprintf("GPU-%d", i)}
+		g := &gpu{GPU: *migmodel.New(h100, card, i), adminInstances: map[uint32]device.Instance{}}
+		g.LowestIDs, g.TimeSlice = true, initialSlice
+		n.gpus = append(n.gpus, g)
 	}
 	n.scan()
 	return n
@@ -94,14 +97,14 @@ func (n *node) scan() {
 	}}
 	for _, g := range n.gpus {
 		if g.lost {
-			s.Node.Problems = append(s.Node.Problems, nvidia.Problem{PCIAddress: g.address, Message: "it has fallen off the bus"})
+			s.Node.Problems = append(s.Node.Problems, nvidia.Problem{PCIAddress: g.PCIAddress, Message: "it has fallen off the bus"})
 			continue
 		}
-		mig := g.state().MIG
+		mig := g.State().MIG
 		mig.Profiles = profiles
 		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{
-			GPU:   device.GPU{PCIAddress: g.address, UUID: g.uuid, Minor: g.minor, MemoryBytes: gpuMemory, MIG: &mig},
-			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.minor)}}},
+			GPU:   device.GPU{PCIAddress: g.PCIAddress, UUID: g.UUID, Minor: g.Minor, MemoryBytes: gpuMemory, MIG: &mig},
+			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.Minor)}}},
 		})
 	}
 	n.snapshot = s
@@ -114,11 +117,11 @@ func (n *node) reboot(adminRestores func(*gpu) bool) {
 	n.boots++
 	for _, g := range n.gpus {
 		g.lost = false
-		was := maps.Clone(g.instances)
+		was := maps.Clone(g.Instances)
 		maps.DeleteFunc(was, func(_ uint32, in device.Instance) bool { return len(in.Compute) == 0 })
 		g.reset()
 		if len(was) > 0 && adminRestores(g) {
-			g.migEnabled, g.instances, g.adminInstances, g.restoredAtBoot = true, was, maps.Clone(was), true
+			g.Enabled, g.Instances, g.adminInstances, g.restoredAtBoot = true, was, maps.Clone(was), true
 		}
 	}
 	clear(n.daemons)
@@ -131,9 +134,9 @@ func (n *node) bootID() string { return fmt.Sprintf("boot-%d", n.boots) }
 
 // reset changes the GPU as a GPU reset or a reload of the kernel driver does.
 func (g *gpu) reset() {
-	clear(g.instances)
+	g.Reset()
 	clear(g.adminInstances)
-	g.migEnabled, g.modeIsOurs, g.mode, g.slice = false, false, device.ComputeDefault, device.TimeSliceDefault
+	g.modeIsOurs = false
 	g.disturbed++
 }
 
@@ -141,17 +144,6 @@ func (n *node) supervisorDies() {
 	clear(n.daemons)
 	n.absent = true
 	n.supervisorDeaths++
-}
-
-func (g *gpu) state() device.CardState {
-	st := device.CardState{
-		Minor: g.minor, ComputeMode: g.mode,
-		MIG: device.MIG{Enabled: g.migEnabled, Pending: g.migEnabled},
-	}
-	for _, id := range slices.Sorted(maps.Keys(g.instances)) {
-		st.MIG.Instances = append(st.MIG.Instances, g.instances[id])
-	}
-	return st
 }
 
 func failure(code device.FailureCode, op faultPoint, c device.Card) error {
@@ -162,83 +154,23 @@ func failure(code device.FailureCode, op faultPoint, c device.Card) error {
 // is lost or now has another UUID.
 func (n *node) onGPU(op faultPoint, c device.Card, do func(*gpu) error) error {
 	for _, g := range n.gpus {
-		if g.address != c.PCIAddress {
+		if g.PCIAddress != c.PCIAddress {
 			continue
 		}
 		switch {
 		case g.lost:
 			return failure(device.FailureLost, op, c)
-		case g.uuid != c.UUID:
+		case g.UUID != c.UUID:
 			return failure(device.FailureReplaced, op, c)
 		}
-		return do(g)
+		err := do(g)
+		var refusal *migmodel.Refusal
+		if errors.As(err, &refusal) {
+			return failure(refusal.Code, op, c)
+		}
+		return err
 	}
 	return failure(device.FailureNotFound, op, c)
-}
-
-func (g *gpu) setMode(c device.Card, on bool) (device.CardState, error) {
-	if g.migEnabled != on && len(g.instances) > 0 {
-		return g.state(), failure(device.FailureInUse, modeOn, c)
-	}
-	if on && !g.migEnabled {
-		g.mode, g.modeIsOurs = device.ComputeDefault, true
-	}
-	g.migEnabled, g.modeIsOurs = on, g.modeIsOurs && on
-	return g.state(), nil
-}
-
-func (g *gpu) create(c device.Card, profileID uint32, at device.Placement) (device.Instance, error) {
-	if !g.migEnabled {
-		return device.Instance{}, failure(device.FailureNotSupported, createGI, c)
-	}
-	for _, in := range g.instances {
-		if in.Placement.Overlaps(at) {
-			return device.Instance{}, failure(device.FailureInsufficient, createGI, c)
-		}
-	}
-	id := uint32(1)
-	for _, taken := g.instances[id]; taken; _, taken = g.instances[id] {
-		id++
-	}
-	in := device.Instance{ID: id, ProfileID: profileID, Placement: at, Minor: 100*g.minor + 10*int(id)}
-	g.instances[id] = in
-	return in, nil
-}
-
-func (g *gpu) createCompute(c device.Card, id uint32) (device.Instance, error) {
-	in, ok := g.instances[id]
-	if !ok || len(in.Compute) > 0 {
-		return device.Instance{}, failure(device.FailureNotFound, createCI, c)
-	}
-	in.Compute = []device.ComputeInstance{
-		{Name: profileName(in.ProfileID), UUID: fmt.Sprintf("MIG-%d-%d-0", g.minor, id), Minor: in.Minor + 1},
-	}
-	g.instances[id] = in
-	return in, nil
-}
-
-func profileName(id uint32) string {
-	for _, p := range profiles {
-		if p.ID == id {
-			return p.Name
-		}
-	}
-	return ""
-}
-
-// destroyable looks up the MIG instance with the ID of the given instance. The result there is the
-// instance found, and gone is true if there is none. It returns an error if the instance found has
-// another profile, placement or UUID.
-func (g *gpu) destroyable(op faultPoint, c device.Card, in device.Instance) (there device.Instance, gone bool, err error) {
-	there, ok := g.instances[in.ID]
-	switch {
-	case !ok:
-		return there, true, nil
-	case there.ProfileID != in.ProfileID || there.Placement != in.Placement,
-		len(in.Compute) > 0 && len(there.Compute) > 0 && there.Compute[0].UUID != in.Compute[0].UUID:
-		return there, false, failure(device.FailureChanged, op, c)
-	}
-	return there, false, nil
 }
 
 // start starts an MPS daemon as the supervisor does. It returns an error if no supervisor runs, or
@@ -262,40 +194,30 @@ func (n *node) start(d mps.Daemon) error {
 var errNoSupervisor = &mps.NotRunningError{Socket: "/mps/socket", Err: fs.ErrNotExist}
 
 func (n *node) canServe(uuid string) bool {
-	for _, g := range n.gpus {
-		if g.uuid == uuid {
-			return !g.lost && !g.migEnabled && g.mode == device.ComputeExclusiveProcess
-		}
-		for _, in := range g.instances {
-			if slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return c.UUID == uuid }) {
-				return !g.lost
-			}
-		}
-	}
-	return false
+	return slices.ContainsFunc(n.gpus, func(g *gpu) bool { return !g.lost && g.Serves(uuid) })
 }
 
 // adminCreates creates a MIG instance as an admin would, at the placement that begins with slice
 // start. It returns false if that is not possible.
 func (g *gpu) adminCreates(start uint32) bool {
-	if g.lost || !g.migEnabled && g.mode != device.ComputeDefault {
+	if g.lost || !g.Enabled && g.ComputeMode != device.ComputeDefault {
 		return false
 	}
-	on := g.migEnabled
-	g.migEnabled = true
-	in, err := g.create(device.Card{}, adminProfile, device.Placement{Start: start, Size: 2})
+	on := g.Enabled
+	g.Enabled = true
+	in, err := g.CreateInstance(adminProfile, device.Placement{Start: start, Size: 2})
 	if err == nil {
-		_, err = g.createCompute(device.Card{}, in.ID)
+		_, err = g.CreateCompute(in.ID)
 	}
 	if err != nil {
-		g.migEnabled = on
+		g.Enabled = on
 		return false
 	}
-	g.adminInstances[in.ID], g.modeIsOurs = g.instances[in.ID], false
+	g.adminInstances[in.ID], g.modeIsOurs = g.Instances[in.ID], false
 	return true
 }
 
-func (g *gpu) name() string { return g.address.WholeName() }
+func (g *gpu) name() string { return g.PCIAddress.WholeName() }
 
 func (g *gpu) isAdmins(id uint32) bool {
 	_, is := g.adminInstances[id]

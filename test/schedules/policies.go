@@ -388,7 +388,7 @@ func (s *policyRun) reconcile() {
 			s.violates("adopt %s: %v", g.WholeName(), err)
 		}
 		for id, in := range adminInstances {
-			if _, there := card.instances[id]; there {
+			if _, there := card.Instances[id]; there {
 				card.adminInstances[id] = in
 			}
 		}
@@ -430,7 +430,7 @@ func (s *policyRun) adminRemoves(g *gpu) {
 		if !held {
 			s.note("an admin removes MIG instance %d of %s", id, g.name())
 			delete(g.adminInstances, id)
-			delete(g.instances, id)
+			delete(g.Instances, id)
 			s.publish()
 			return
 		}
@@ -445,8 +445,8 @@ func (s *policyRun) adminDisablesMIG(g *gpu) {
 			return n.GPU == g.name()
 		})
 	})
-	if g.migEnabled && len(g.instances) == 0 && !needed {
+	if g.Enabled && len(g.Instances) == 0 && !needed {
 		s.note("an admin disables the MIG mode of %s", g.name())
-		g.migEnabled, g.modeIsOurs = false, false
+		g.Enabled, g.modeIsOurs = false, false
 	}
 }

@@ -156,10 +156,10 @@ func (s *policyRun) end() {
 	s.note("the admin removes all MIG instances")
 	for _, g := range s.gpus {
 		for id := range g.adminInstances {
-			delete(g.instances, id)
+			delete(g.Instances, id)
 		}
 		clear(g.adminInstances)
-		if g.migEnabled && !g.modeIsOurs {
+		if g.Enabled && !g.modeIsOurs {
 			s.adminDisablesMIG(g)
 		}
 	}
@@ -168,7 +168,7 @@ func (s *policyRun) end() {
 	s.follow()
 	s.letSettle()
 	for _, g := range s.gpus {
-		if g.migEnabled {
+		if g.Enabled {
 			s.violates("%s is left in MIG mode under the policy static", g.name())
 		}
 	}
@@ -220,5 +220,6 @@ func profileOf(n device.Name) string {
 	if n.Partition == nil {
 		return ""
 	}
-	return profileName(n.Partition.ProfileID)
+	p, _ := device.GPU{MIG: &device.MIG{Profiles: profiles}}.Profile(n.Partition.ProfileID)
+	return p.Name
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -28,6 +29,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
@@ -55,7 +57,7 @@ type process struct {
 
 var (
 	_ durable.FS       = &process{}
-	_ steps.Partitions = hardware{}
+	_ steps.Partitions = migmodel.Partitions{}
 	_ steps.Daemons    = supervisor{}
 )
 
@@ -81,7 +83,7 @@ func (p *process) open() error {
 		Pool: pool, Locks: locks,
 		Node: steps.Node{
 			BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clockOffset) }, Records: records,
-			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: hardware{p}, MPS: supervisor{p},
+			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: p.partitions(), MPS: supervisor{p},
 		},
 		Claims:   &preparetest.Claims{OnRead: p.reread, OnUnpreparedSince: overtaken},
 		Observer: &preparetest.Observer{OnUnprepared: p.unprepared},
@@ -270,81 +272,28 @@ func (p *process) foundGone(ctx context.Context) error {
 	return p.do(ctx, foundGone, func() error { return nil }, nil)
 }
 
-// hardware gives access to the simulated GPUs. Before each call the process waits at a fault point.
-type hardware struct{ p *process }
-
-func (h hardware) call(ctx context.Context, point faultPoint, c device.Card, effect func(*gpu) error) error {
-	return h.p.do(ctx, point, func() error { return h.p.world.onGPU(point, c, effect) }, nil)
+// partitions gives access to the simulated GPUs. Before each call the process waits at a fault
+// point.
+func (p *process) partitions() migmodel.Partitions {
+	return migmodel.Partitions{Call: func(ctx context.Context, op migmodel.Op, _ string, c device.Card, effect func(*migmodel.GPU) error) error {
+		point := faultPoint("GPU: " + string(op))
+		return p.do(ctx, point, func() error {
+			return p.world.onGPU(point, c, func(g *gpu) error { return p.world.change(g, effect) })
+		}, nil)
+	}}
 }
 
-func (h hardware) Look(ctx context.Context, c device.Card) (st device.CardState, err error) {
-	err = h.call(ctx, queryGPU, c, func(g *gpu) error { st = g.state(); return nil })
-	return st, err
-}
-
-func (h hardware) SetMode(ctx context.Context, c device.Card, on bool) (st device.CardState, err error) {
-	point := modeOff
-	if on {
-		point = modeOn
+// change lets the plugin change a GPU, and then checks what it removed and who enabled MIG mode.
+func (w *world) change(g *gpu, effect func(*migmodel.GPU) error) error {
+	before, wasEnabled := maps.Clone(g.Instances), g.Enabled
+	err := effect(&g.GPU)
+	g.modeIsOurs = g.Enabled && (g.modeIsOurs || !wasEnabled)
+	for id, in := range before {
+		if len(g.Instances[id].Compute) < len(in.Compute) {
+			w.checkRemoval(g, id)
+		}
 	}
-	err = h.call(ctx, point, c, func(g *gpu) error { st, err = g.setMode(c, on); return err })
-	return st, err
-}
-
-func (h hardware) CreateInstance(
-	ctx context.Context, c device.Card, profileID uint32, at device.Placement,
-) (in device.Instance, err error) {
-	err = h.call(ctx, createGI, c, func(g *gpu) error { in, err = g.create(c, profileID, at); return err })
-	return in, err
-}
-
-func (h hardware) CreateCompute(ctx context.Context, c device.Card, id uint32) (in device.Instance, err error) {
-	err = h.call(ctx, createCI, c, func(g *gpu) error { in, err = g.createCompute(c, id); return err })
-	return in, err
-}
-
-// Destroy destroys the compute instance and then the GPU instance. Each has a fault point of its
-// own.
-func (h hardware) Destroy(ctx context.Context, c device.Card, in device.Instance) error {
-	err := h.call(ctx, destroyCI, c, func(g *gpu) error {
-		there, gone, err := g.destroyable(destroyCI, c, in)
-		if gone || err != nil {
-			return err
-		}
-		there.Compute = nil
-		g.instances[in.ID] = there
-		h.p.world.checkRemoval(g, in.ID)
-		return nil
-	})
-	if err != nil {
-		return err
-	}
-	return h.call(ctx, destroyGI, c, func(g *gpu) error {
-		if _, gone, err := g.destroyable(destroyGI, c, in); gone || err != nil {
-			return err
-		}
-		delete(g.instances, in.ID)
-		return nil
-	})
-}
-
-func (h hardware) SetComputeMode(ctx context.Context, c device.Card, mode device.ComputeMode) error {
-	return h.call(ctx, computeMode, c, func(g *gpu) error {
-		if g.migEnabled && mode == device.ComputeExclusiveProcess {
-			return failure(device.FailureNotSupported, computeMode, c)
-		}
-		g.mode = mode
-		return nil
-	})
-}
-
-func (h hardware) TimeSlice(ctx context.Context, c device.Card) (slice device.TimeSlice, err error) {
-	err = h.call(ctx, readSlice, c, func(g *gpu) error { slice = g.slice; return nil })
-	return slice, err
-}
-
-func (h hardware) SetTimeSlice(ctx context.Context, c device.Card, slice device.TimeSlice) error {
-	return h.call(ctx, setSlice, c, func(g *gpu) error { g.slice = slice; return nil })
+	return err
 }
 
 // supervisor simulates the MPS supervisor, with a fault point before each call.
@@ -417,8 +366,8 @@ func (w *world) verify(edits specs.ContainerEdits) error {
 func (n *node) nodes() map[string]bool {
 	there := map[string]bool{}
 	for _, g := range n.gpus {
-		there[fmt.Sprintf("/dev/nvidia%d", g.minor)] = true
-		for _, in := range g.instances {
+		there[fmt.Sprintf("/dev/nvidia%d", g.Minor)] = true
+		for _, in := range g.Instances {
 			there[fmt.Sprintf("%s%d", capDir, in.Minor)] = true
 			for _, c := range in.Compute {
 				there[fmt.Sprintf("%s%d", capDir, c.Minor)] = true

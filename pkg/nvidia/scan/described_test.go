@@ -1,11 +1,8 @@
 package scan
 
 import (
-	"cmp"
-	"slices"
-	"strings"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
@@ -21,17 +18,7 @@ func describedMIG(card model.Card, m *model.GPU) *device.MIG {
 			mig.Pending = *card.MIG.Pending
 		}
 	}
-	for _, p := range m.MIG.Profiles {
-		mig.Profiles = append(mig.Profiles, device.Profile{
-			ID: p.ID, Name: strings.TrimPrefix(p.Name, "MIG "), Slices: p.Slices, MaxInstances: p.InstancesMax, MemoryBytes: p.MemoryMiB << 20,
-			Engines: device.Engines{
-				Multiprocessors: p.SM, CopyEngines: p.CopyEngines, Decoders: p.Decoders, Encoders: p.Encoders, JPEGEngines: p.JPEGEngines,
-				OFAEngines: p.OFAEngines,
-			},
-			Size: p.Placements.Size, Starts: slices.Sorted(slices.Values(p.Placements.Starts)),
-		})
-	}
-	slices.SortFunc(mig.Profiles, func(a, b device.Profile) int { return cmp.Compare(a.ID, b.ID) })
+	mig.Profiles = migmodel.Profiles(m)
 	return mig
 }
 

@@ -27,40 +27,6 @@ func shapesOf(m *model.GPU) []shape {
 	return all
 }
 
-// holdsTogether reports whether one GPU can have all the GPU instances in the parameter set at the
-// same time: their memory slices do not overlap, the GPU has enough engines, and no profile exceeds
-// its InstancesMax.
-func holdsTogether(m *model.GPU, set []shape) bool {
-	engines := func(p model.Profile) []uint32 {
-		return []uint32{p.CopyEngines, p.Decoders, p.Encoders, p.JPEGEngines, p.OFAEngines}
-	}
-	whole := make([]uint32, 5)
-	for _, p := range m.MIG.Profiles {
-		for i, n := range engines(p) {
-			whole[i] = max(whole[i], n)
-		}
-	}
-	var memory uint64
-	used, count := make([]uint32, 5), map[uint32]uint32{}
-	for _, s := range set {
-		for slice := s.start; slice < s.start+s.profile.Placements.Size; slice++ {
-			if memory&(1<<slice) != 0 {
-				return false
-			}
-			memory |= 1 << slice
-		}
-		for i, n := range engines(s.profile) {
-			if used[i] += n; used[i] > whole[i] {
-				return false
-			}
-		}
-		if count[s.profile.ID]++; count[s.profile.ID] > s.profile.InstancesMax {
-			return false
-		}
-	}
-	return true
-}
-
 func migModels(t *testing.T) map[string]*model.GPU {
 	t.Helper()
 	models := readModels(t)
@@ -91,8 +57,8 @@ func createAt(device nvml.Device, s shape) (nvml.GpuInstance, nvml.Return) {
 		&nvml.GpuInstancePlacement{Start: s.start, Size: s.profile.Placements.Size})
 }
 
-// For every model, the library must create exactly those sets of GPU instances that holdsTogether
-// allows. The test tries all sets.
+// For every model, the library must create exactly those sets of GPU instances that model.MIG.Holds
+// allows, on which the model in memory is built. The test tries all sets.
 func TestModelFileRuleIsExact(t *testing.T) {
 	needSimulator(t)
 	for key, m := range migModels(t) {
@@ -108,7 +74,7 @@ func TestModelFileRuleIsExact(t *testing.T) {
 				sets++
 				for i, s := range all {
 					tries++
-					allowed := holdsTogether(m, append(slices.Clone(made), s))
+					allowed := m.MIG.Holds(placesOf(append(slices.Clone(made), s))...)
 					instance, ret := createAt(device, s)
 					if allowed != (ret == nvml.SUCCESS) || (!allowed && ret != nvml.ERROR_INSUFFICIENT_RESOURCES) {
 						t.Fatalf("with %s: %s gives %v, the rule says %t", inWords(made), inWords([]shape{s}), ret, allowed)
@@ -128,6 +94,14 @@ func TestModelFileRuleIsExact(t *testing.T) {
 			t.Logf("%d sets, %d tries", sets, tries)
 		})
 	}
+}
+
+func placesOf(set []shape) []model.Place {
+	var places []model.Place
+	for _, s := range set {
+		places = append(places, model.Place{Profile: s.profile.ID, Start: s.start})
+	}
+	return places
 }
 
 func inWords(set []shape) string {

@@ -163,12 +163,17 @@ func ReadGPU(path string) (*GPU, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read GPU model: %w", err)
 	}
-	gpu := &GPU{Key: strings.TrimSuffix(filepath.Base(path), ".yaml")}
+	return ParseGPU(strings.TrimSuffix(filepath.Base(path), ".yaml"), data)
+}
+
+// ParseGPU parses the content of a model file. key is the file's name without .yaml.
+func ParseGPU(key string, data []byte) (*GPU, error) {
+	gpu := &GPU{Key: key}
 	if err := yaml.Unmarshal(data, gpu); err != nil {
-		return nil, fmt.Errorf("GPU model %s: %w", path, err)
+		return nil, fmt.Errorf("GPU model %s: %w", key, err)
 	}
 	if err := gpu.validate(); err != nil {
-		return nil, fmt.Errorf("GPU model %s: %w", path, err)
+		return nil, fmt.Errorf("GPU model %s: %w", key, err)
 	}
 	return gpu, nil
 }
