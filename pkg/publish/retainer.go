@@ -3,8 +3,8 @@ package publish
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
-	"hash/fnv"
 	"maps"
 	"slices"
 	"time"
@@ -39,8 +39,8 @@ type Allocations struct {
 type SliceBuilder func([]device.Offering) []resourceslice.Slice
 
 const (
-	// While a change waits for claims to end, the retainer lists the claims again after a pause of
-	// allocationPoll. The pause doubles, up to allocationPollMax, as long as nothing changes.
+	// While a change waits for claims to end, the retainer lists the claims again after a pause: a
+	// short one until the API server shows the change, and then a long one while nothing changes.
 	allocationPoll    = 2 * time.Second
 	allocationPollMax = 30 * time.Second
 	// clusterTimeout bounds the time for one list of slices or claims, even in a cluster with many
@@ -60,58 +60,46 @@ type retainer struct {
 	records Ownership
 	cluster Cluster
 
-	// published has the devices that the scheduler may see in the API server. It is nil before the
-	// first read.
+	// published has the devices with which the scheduler may have allocated claims. Only a list of the
+	// slices and then of the claims removes a device or changes its form. It is nil before the first
+	// list of the slices.
 	published forms
-	// offered has the devices that the last call of Retain offered. retained has the allocated devices
-	// that were kept published. Its value is true for devices that consume counters.
-	offered  forms
-	retained map[string]bool
-	// knownGPUs maps the names of the GPUs in the last call of Retain to these GPUs.
-	knownGPUs map[string]device.GPU
+	// offered has the devices that the last call of Retain offered.
+	offered forms
+	// gpus has the GPUs of the last call of Retain, by name.
+	gpus map[string]device.GPU
 	// prepared has the devices in the claims' checkpoint records. allocated has the devices that are
 	// allocated according to the API server.
 	prepared, allocated Allocations
 	// checkedFor has the devices that were to be published when the retainer last listed the claims.
+	// Until nextPoll it does not list them again for the same devices.
 	checkedFor forms
-	poll       time.Duration
 	nextPoll   time.Time
 	// logged has the device names of the last log line of logWaiting.
 	logged []string
 }
 
-// forms maps the name of each device to its form: a digest of the counters that it consumes and of
-// the counter sets that these belong to. A device that consumes no counters has the form 0.
-type forms map[string]uint64
+// forms maps the name of each device to its form: the counters that it consumes and the counter set
+// that these belong to. A device that consumes no counters has the form "".
+type forms map[string]string
 
 func formsOf(all []resourceslice.Slice) forms {
-	sets := map[string][]byte{}
-	for _, s := range all {
-		for i := range s.SharedCounters {
-			raw, _ := s.SharedCounters[i].Marshal() // Marshal fails for no value
-			sets[s.SharedCounters[i].Name] = raw
-		}
-	}
+	sets := map[string]string{}
 	f := forms{}
-	for _, s := range all {
-		for i := range s.Devices {
-			f[s.Devices[i].Name] = formOf(s.Devices[i].ConsumesCounters, sets)
+	for _, s := range all { // slices with counter sets come before those with devices
+		for _, set := range s.SharedCounters {
+			raw, _ := json.Marshal(set) // fails for no value
+			sets[set.Name] = string(raw)
+		}
+		for _, d := range s.Devices {
+			f[d.Name] = ""
+			for _, c := range d.ConsumesCounters {
+				raw, _ := json.Marshal(c)
+				f[d.Name] += string(raw) + sets[c.CounterSet]
+			}
 		}
 	}
 	return f
-}
-
-func formOf(consumed []resourceapi.DeviceCounterConsumption, sets map[string][]byte) uint64 {
-	if len(consumed) == 0 {
-		return 0
-	}
-	digest := fnv.New64a()
-	for i := range consumed {
-		raw, _ := consumed[i].Marshal()
-		_, _ = digest.Write(raw)
-		_, _ = digest.Write(sets[consumed[i].CounterSet])
-	}
-	return max(digest.Sum64(), 1)
 }
 
 // removedOrChanged returns the devices in f that are missing in wanted or have other counters
@@ -125,7 +113,6 @@ func (f forms) removedOrChanged(wanted forms, gpus map[string]device.GPU) []stri
 			names = append(names, name)
 		}
 	}
-	slices.Sort(names)
 	return names
 }
 
@@ -140,7 +127,7 @@ func (f forms) addMissing(more forms) {
 
 // Reset forgets the published devices, because another plugin instance may have published others
 // since.
-func (r *retainer) Reset() { r.published, r.offered, r.checkedFor, r.knownGPUs = nil, nil, nil, nil }
+func (r *retainer) Reset() { r.published, r.offered, r.checkedFor, r.gpus = nil, nil, nil, nil }
 
 // Retain sets Held and HeldShares of the offerings, so that allocated devices stay published, and
 // removes devices that must not be offered yet. settled is false if the caller must call Retain
@@ -149,8 +136,7 @@ func (r *retainer) Retain(
 	ctx context.Context, offerings []device.Offering, counters bool, build SliceBuilder,
 ) (settled bool, _ error) {
 	settled = r.readRecords(ctx)
-	before := r.retained
-	if r.published == nil || r.allocatedDuringChange(before) {
+	if r.published == nil {
 		var err error
 		if r.published, err = r.readPublished(ctx); err != nil {
 			return false, err
@@ -160,19 +146,16 @@ func (r *retainer) Retain(
 	for _, o := range offerings {
 		gpus[o.WholeName()] = o.GPU
 	}
-	wanted, waiting := r.markRetained(offerings, gpus, counters, build, r.prepared)
-	changed := len(r.published.removedOrChanged(wanted, gpus)) > 0
-	reverted := !changed && len(r.offered.removedOrChanged(wanted, gpus)) > 0
-	if reverted {
-		// While the earlier change was published, a claim may have been allocated a device with the
-		// counters of that change. So the claims must be listed again.
-		r.checkedFor = nil
-	}
-	if changed || reverted || r.hasNewGPU(gpus) {
-		if err := r.readAllocations(ctx, wanted, before); err != nil {
+	newGPU := r.hasNewGPU(gpus)
+	r.gpus = gpus
+	wanted, waiting := r.markRetained(offerings, counters, build, r.prepared)
+	// The API server may show what was published before, or already what was offered since.
+	changed := len(r.published.removedOrChanged(wanted, gpus)) > 0 || len(r.offered.removedOrChanged(wanted, gpus)) > 0
+	if changed || newGPU {
+		if err := r.readAllocations(ctx, wanted); err != nil {
 			return false, err
 		}
-		wanted, waiting = r.markRetained(offerings, gpus, counters, build, r.prepared, r.allocated)
+		wanted, waiting = r.markRetained(offerings, counters, build, r.prepared, r.allocated)
 		if affected := r.published.removedOrChanged(wanted, gpus); len(affected) > 0 {
 			settled = false
 			wanted = r.withdrawFreeDevices(offerings, wanted, affected, build)
@@ -180,7 +163,7 @@ func (r *retainer) Retain(
 	} else {
 		r.allocated, r.checkedFor = Allocations{}, nil
 	}
-	r.offered, r.knownGPUs = wanted, gpus
+	r.offered = wanted
 	r.published.addMissing(wanted)
 	r.logWaiting(ctx, waiting)
 	return settled && len(waiting) == 0, nil
@@ -190,27 +173,16 @@ func (r *retainer) Retain(
 // Claims may have devices of such a GPU, because the kubelet deletes a node's slices when it
 // starts.
 func (r *retainer) hasNewGPU(gpus map[string]device.GPU) bool {
-	known := map[string]bool{}
+	known := maps.Clone(r.gpus)
+	if known == nil {
+		known = map[string]device.GPU{}
+	}
 	for name := range r.published {
-		if n, ok := device.ParseName(name); ok {
-			known[n.GPU] = true
-		}
+		n, _ := device.ParseName(name)
+		known[n.GPU] = gpus[n.GPU]
 	}
 	for name := range gpus {
-		if _, seen := r.knownGPUs[name]; !seen && !known[name] {
-			return true
-		}
-	}
-	return false
-}
-
-// allocatedDuringChange reports whether a device was prepared after the plugin changed its
-// counters, and before the API server showed that change. The device may have been allocated with
-// the old or the new counters. before has the devices that the last call of Retain kept published.
-func (r *retainer) allocatedDuringChange(before map[string]bool) bool {
-	for name := range r.prepared.Exclusive {
-		_, wasRetained := before[name]
-		if form, offered := r.offered[name]; offered && !wasRetained && form != r.published[name] {
+		if _, is := known[name]; !is {
 			return true
 		}
 	}
@@ -225,7 +197,7 @@ func (r *retainer) withdrawFreeDevices(
 ) forms {
 	losing := map[string]bool{}
 	for _, name := range affected {
-		if _, stays := wanted[name]; !stays && r.published[name] != 0 {
+		if _, stays := wanted[name]; !stays && r.published[name] != "" {
 			n, _ := device.ParseName(name)
 			losing[n.GPU] = true
 		}
@@ -274,8 +246,7 @@ func (r *retainer) readPublished(ctx context.Context) (forms, error) {
 
 // readAllocations lists the slices and then the claims, because a device may be allocated while it
 // is in a slice. It returns at once if it did so for the same devices in wanted a short time ago.
-// before has the devices that the last call of Retain kept published.
-func (r *retainer) readAllocations(ctx context.Context, wanted forms, before map[string]bool) error {
+func (r *retainer) readAllocations(ctx context.Context, wanted forms) error {
 	again := r.checkedFor != nil && maps.Equal(wanted, r.checkedFor)
 	if again && time.Now().Before(r.nextPoll) {
 		return nil
@@ -290,31 +261,33 @@ func (r *retainer) readAllocations(ctx context.Context, wanted forms, before map
 	if err != nil {
 		return err
 	}
-	r.poll = min(2*r.poll, allocationPollMax)
-	written, same := maps.Equal(published, r.offered), maps.Equal(allocated.Exclusive, r.allocated.Exclusive)
-	if !again || !written || !same {
-		r.poll = allocationPoll
+	pause := allocationPollMax
+	if !again || !maps.Equal(published, r.offered) || !maps.Equal(allocated.Exclusive, r.allocated.Exclusive) {
+		pause = allocationPoll
 	}
 	for name := range allocated.Exclusive {
-		// The device was allocated while the plugin was removing it, so it is published again. A device
-		// that the plugin kept published before and that is now gone cannot be published again.
-		form, wasPublished := r.published[name]
-		if _, wasRetained := before[name]; wasPublished && !wasRetained {
+		// The device was allocated while the plugin was removing it, so it is published again, unless the
+		// GPU no longer has it.
+		if form, was := r.published[name]; was && r.has(name) {
 			published.addMissing(forms{name: form})
 		}
 	}
-	r.published, r.allocated, r.checkedFor = published, allocated, wanted
-	r.nextPoll = time.Now().Add(r.poll)
+	r.published, r.allocated, r.checkedFor, r.nextPoll = published, allocated, wanted, time.Now().Add(pause)
 	return nil
+}
+
+// has reports whether a GPU has the device with this name, or can have it.
+func (r *retainer) has(name string) bool {
+	n, ok := device.ParseName(name)
+	return ok && r.gpus[n.GPU].Has(n)
 }
 
 // markRetained sets Held and HeldShares of the offerings from all the given allocations. wanted has
 // the devices that are then published. waiting has the devices that the policy would remove or
 // publish with other counters if no claim had them.
 func (r *retainer) markRetained(
-	offerings []device.Offering, gpus map[string]device.GPU, counters bool, build SliceBuilder, all ...Allocations,
+	offerings []device.Offering, counters bool, build SliceBuilder, all ...Allocations,
 ) (wanted forms, waiting []string) {
-	r.retained = map[string]bool{}
 	shared := map[string]bool{}
 	for _, allocations := range slices.Backward(all) { // all[0] is from the claims' records and takes precedence
 		maps.Copy(shared, allocations.Shared)
@@ -323,21 +296,28 @@ func (r *retainer) markRetained(
 		offerings[i].Held, offerings[i].HeldShares = nil, shared
 	}
 	unclaimed := formsOf(build(offerings))
+	retained := map[string]bool{} // true for devices that consume counters
 	for _, allocations := range all {
 		for name := range allocations.Exclusive {
-			if counted, retain := r.retainedForm(name, unclaimed, gpus); retain {
-				r.retained[name] = counted && counters
+			form, published := r.published[name]
+			_, offered := unclaimed[name]
+			switch {
+			case published:
+				retained[name] = form != "" && counters
+			case !offered && r.has(name): // it was published before the slices were deleted
+				n, _ := device.ParseName(name)
+				retained[name] = n.Partition != nil && counters
 			}
 		}
 	}
-	if len(r.retained) == 0 {
+	if len(retained) == 0 {
 		return unclaimed, nil
 	}
 	for i := range offerings {
-		offerings[i].Held = r.retained
+		offerings[i].Held = retained
 	}
 	wanted = formsOf(build(offerings))
-	for name := range r.retained {
+	for name := range retained {
 		form, offered := wanted[name]
 		if now, offeredUnclaimed := unclaimed[name]; offered && (!offeredUnclaimed || now != form) {
 			waiting = append(waiting, name)
@@ -345,18 +325,6 @@ func (r *retainer) markRetained(
 	}
 	slices.Sort(waiting)
 	return wanted, waiting
-}
-
-// retainedForm reports whether an allocated device must be retained (retain), and if so, whether it
-// has counters (counted). A published device keeps its form. An unpublished device is retained if
-// it exists and the policy does not offer it. It has counters if it is a partition.
-func (r *retainer) retainedForm(name string, unclaimed forms, gpus map[string]device.GPU) (counted, retain bool) {
-	n, ok := device.ParseName(name)
-	if form, published := r.published[name]; published {
-		return form != 0, ok
-	}
-	_, offered := unclaimed[name]
-	return n.Partition != nil, ok && !offered && gpus[n.GPU].Has(n)
 }
 
 // logWaiting logs which devices cannot change until their claims end, or that none are left. It
