@@ -28,6 +28,9 @@ var _ shareable = Partition{}
 func (p Partition) Name() string { return p.name().String() }
 func (p Partition) GPU() GPU     { return p.gpu }
 
+// Profile returns the name of the partition's profile as users write it, such as 1g.10gb.
+func (p Partition) Profile() string { return p.profile }
+
 // Device returns the device with the attributes by which a claim selects a partition, and those of
 // its GPU.
 func (p Partition) Device(d Driver) resourceapi.Device {

@@ -52,7 +52,7 @@ type Layouts struct {
 	// GPU, because the annotation may forbid changes.
 	annotationKnown bool
 	// decided maps each GPU's name to how that GPU was last offered, before any change for allocated
-	// devices.
+	// devices. The map is replaced and never modified.
 	decided map[string]decision
 }
 
@@ -113,20 +113,19 @@ func (l *Layouts) decideByPolicy(
 ) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
-	policy := l.policies()
+	policy, before := l.policies(), l.lastDecisions()
 	var wg sync.WaitGroup
 	for i, g := range s.Node.GPUs {
 		// Each GPU has a goroutine, so that a GPU that does not answer does not delay the queries of the
 		// others.
-		wg.Go(func() { decisions[i], errs[i] = l.decideGPU(ctx, g.GPU, policy(g.GPU), counters) })
+		wg.Go(func() {
+			decisions[i], errs[i] = l.decideGPU(ctx, g.GPU, policy(g.GPU), counters, before[g.WholeName()])
+		})
 	}
 	wg.Wait()
 	settled = true
 	logger := klog.FromContext(ctx)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	before := l.decided
-	l.decided = make(map[string]decision, len(decisions))
+	decided := make(map[string]decision, len(decisions))
 	for i, d := range decisions {
 		name := s.Node.GPUs[i].WholeName()
 		if errs[i] != nil {
@@ -136,40 +135,36 @@ func (l *Layouts) decideByPolicy(
 		if d.reason != before[name].reason {
 			logger.Info("Chose how to offer a GPU", "gpu", name, "limitedBecause", d.reason)
 		}
-		l.decided[name] = d
+		decided[name] = d
 		offerings = append(offerings, d.offering)
 	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.decided = decided
 	return offerings, settled
 }
 
-func (l *Layouts) decideGPU(ctx context.Context, g device.GPU, policy device.Policy, counters bool) (decision, error) {
-	var owned []device.Instance
-	var foreign []device.Instance
+// decideGPU returns how the GPU g is offered. before is the last decision about the GPU of this name.
+func (l *Layouts) decideGPU(
+	ctx context.Context, g device.GPU, policy device.Policy, counters bool, before decision,
+) (decision, error) {
+	var owned, foreign []device.Instance
 	var failed error
 	if g.MIG != nil && len(g.MIG.Instances) > 0 {
-		g, owned, foreign, failed = l.splitInstances(ctx, g)
+		g, owned, foreign, failed = l.splitInstances(ctx, g, before.foreign)
 	}
-	if before, known := l.lastDecision(g); failed != nil && known {
+	if failed != nil && before.offering.UUID == g.UUID {
 		return before, failed // if the GPU is locked for too long, it keeps its layout
 	}
 	layout, reason := device.Decide(g, owned, policy, counters)
 	return decision{offering: device.Offering{GPU: g, Layout: layout}, reason: reason, foreign: foreign}, failed
 }
 
-// lastDecision returns how the card g was last offered. known is false if this card was not offered
-// before.
-func (l *Layouts) lastDecision(g device.GPU) (_ decision, known bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	d, known := l.decided[g.WholeName()]
-	return d, known && d.offering.UUID == g.UUID
-}
-
 // splitInstances sorts g's MIG instances into those created for claims (owned) and those of an
-// admin (foreign). If the latter differ from the last call, it queries the GPU again, and the
+// admin (foreign). If the latter differ from the confirmed ones, it queries the GPU again, and the
 // returned GPU has the instances from that query.
 func (l *Layouts) splitInstances(
-	ctx context.Context, g device.GPU,
+	ctx context.Context, g device.GPU, confirmed []device.Instance,
 ) (_ device.GPU, owned, foreign []device.Instance, err error) {
 	name := g.WholeName()
 	owned, err = l.ownership.OwnedInstances(name, g.MIG.Instances)
@@ -177,36 +172,32 @@ func (l *Layouts) splitInstances(
 		return g, nil, nil, err
 	}
 	foreign = subtract(g.MIG.Instances, owned)
-	if len(foreign) == 0 || l.isConfirmed(name, foreign) {
+	if len(foreign) == 0 || slices.EqualFunc(foreign, confirmed, sameInstance) {
 		return g, owned, foreign, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, foreignTimeout)
 	defer cancel()
-	instances, confirmed, err := l.ownership.ForeignInstances(ctx, g.Card(), name)
+	instances, foreign, err := l.ownership.ForeignInstances(ctx, g.Card(), name)
 	if err != nil {
 		return g, owned, nil, err
 	}
 	now := *g.MIG
 	now.Instances = instances
 	g.MIG = &now
-	return g, subtract(instances, confirmed), confirmed, nil
+	return g, subtract(instances, foreign), foreign, nil
 }
 
-// isConfirmed reports whether the last query of this GPU found exactly the same MIG instances of an
-// admin.
-func (l *Layouts) isConfirmed(gpu string, foreign []device.Instance) bool {
+func (l *Layouts) lastDecisions() map[string]decision {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return slices.EqualFunc(foreign, l.decided[gpu].foreign, sameInstance)
+	return l.decided
 }
 
 // Limited returns why GPUs are not offered as their policies want. The keys are the names of these
 // GPUs.
 func (l *Layouts) Limited() map[string]string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
 	limited := map[string]string{}
-	for name, d := range l.decided {
+	for name, d := range l.lastDecisions() {
 		if d.reason != "" {
 			limited[name] = d.reason
 		}
@@ -217,29 +208,30 @@ func (l *Layouts) Limited() map[string]string {
 // HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt,
 // under which the plugin removes such instances when they are idle.
 func (l *Layouts) HandedOver() []device.GPU {
-	policy := l.policies()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	var gpus []device.GPU
-	for _, d := range l.decided {
-		g := d.offering.GPU
-		if policyOn, _ := policy(g).On(g); len(d.foreign) > 0 && policyOn.Mode == device.PolicyAdopt {
-			gpus = append(gpus, g)
-		}
-	}
-	return gpus
+	return l.gpusWhere(func(d decision, p device.Policy) bool { return len(d.foreign) > 0 && p.Mode == device.PolicyAdopt })
 }
 
 // MIGModeUnneeded returns the GPUs in MIG mode whose policy creates no partitions. It returns no
 // GPU before the Node's annotation is known.
 func (l *Layouts) MIGModeUnneeded() []device.GPU {
-	policy := l.policies()
+	return l.gpusWhere(func(d decision, p device.Policy) bool {
+		return d.offering.MIG != nil && d.offering.MIG.Enabled && !p.CreatesInstances()
+	})
+}
+
+// gpusWhere returns the GPUs for which the function is returns true, called with the last decision
+// and with the policy that takes effect. It returns no GPU before the Node's annotation is known.
+func (l *Layouts) gpusWhere(is func(decision, device.Policy) bool) []device.GPU {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if !l.annotationKnown {
+		return nil
+	}
+	policies := l.configured.And(l.annotated)
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU
-		if policyOn, _ := policy(g).On(g); l.annotationKnown && g.MIG != nil && g.MIG.Enabled && !policyOn.CreatesInstances() {
+		if policy, _ := policies.For(g).On(g); is(d, policy) {
 			gpus = append(gpus, g)
 		}
 	}
@@ -251,9 +243,7 @@ func (l *Layouts) MIGModeUnneeded() []device.GPU {
 // their policy wants.
 func (l *Layouts) Count() (owned, foreign, gpus map[string]int) {
 	owned, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, d := range l.decided {
+	for _, d := range l.lastDecisions() {
 		m := d.offering.MIG
 		if m == nil {
 			continue

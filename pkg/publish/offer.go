@@ -7,9 +7,7 @@ import (
 	"strings"
 	"sync/atomic"
 
-	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
-	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -70,37 +68,23 @@ func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (
 	b.delayed.Store(!settled)
 	slices := build(shapes)
 	b.slow.SetSlices(slices)
-	b.metrics.MIG(b.countMIG(slices))
+	b.metrics.MIG(b.countMIG(shapes))
 	limits := describeLimits(b.layouts.Limited())
 	b.events.NormalOnChange("GPUsLimited", limits, "GPUs are not offered as their MIG policy asks: "+limits)
 	return offer{slices: slices, snapshot: s, features: f, settled: settled}, nil
 }
 
 // countMIG returns the numbers for the MIG metrics: the offered MIG devices by profile, the
-// existing MIG devices, and the MIG-capable GPUs.
-func (b *builder) countMIG(slices []resourceslice.Slice) metrics.MIGState {
+// existing MIG devices, and the MIG-capable GPUs. Other metrics count shared devices.
+func (b *builder) countMIG(shapes []device.Shape) metrics.MIGState {
 	now := metrics.MIGState{Offered: map[string]int{}}
-	for _, s := range slices {
-		for i := range s.Devices {
-			if profile := profileOf(&s.Devices[i]); profile != "" {
-				now.Offered[profile]++
-			}
+	for _, s := range shapes {
+		if p, is := s.(device.Partition); is {
+			now.Offered[p.Profile()]++
 		}
 	}
 	now.Ours, now.Foreign, now.GPUs = b.layouts.Count()
 	return now
-}
-
-// profileOf returns the MIG profile of a MIG device in a slice. It returns "" for a whole GPU and
-// for a device that several claims can share, because other metrics count shared devices.
-func profileOf(d *resourceapi.Device) string {
-	if ptr.Deref(d.AllowMultipleAllocations, false) {
-		return ""
-	}
-	if a, ok := d.Attributes["profile"]; ok && a.StringValue != nil {
-		return *a.StringValue
-	}
-	return ""
 }
 
 // describeLimits returns one line for an Event: the reasons why GPUs are not offered as configured,

@@ -60,10 +60,9 @@ type publication struct {
 	// retries counts the failures since the last success and computes the pause before each retry. Its
 	// keys are the pool's name, for the slice controller, and the constants in retry.go.
 	retries workqueue.TypedRateLimiter[string]
-	// fieldsDropped wakes the loop when the API server dropped fields of a slice. probeAgain wakes the
-	// loop when the API server may keep other fields than at the last probe.
-	fieldsDropped, probeAgain chan struct{}
-	background                sync.WaitGroup
+	// probeAgain wakes the loop when the API server may keep other fields than at the last probe.
+	probeAgain chan struct{}
+	background sync.WaitGroup
 }
 
 type buildResult struct {
@@ -88,10 +87,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 // start finds out which fields the API server keeps, waits until there is something to publish and
 // starts the slice controller.
 func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
-	b := &publication{
-		Publisher: p, retries: newJitteredLimiter(),
-		fieldsDropped: make(chan struct{}, 1), probeAgain: make(chan struct{}, 1),
-	}
+	b := &publication{Publisher: p, retries: newJitteredLimiter(), probeAgain: make(chan struct{}, 1)}
 	var known bool
 	if b.features, known = p.waitForFeatures(ctx); !known {
 		return nil, ctx.Err()
@@ -110,12 +106,9 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 		Queue:      workqueue.NewTypedRateLimitingQueue(b.retries),
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
-			var dropped *resourceslice.DroppedFieldsError
-			switch {
-			case errors.As(err, &dropped):
-				wake(b.fieldsDropped)
-			case apierrors.IsInvalid(err):
-				wake(b.probeAgain) // the API server may have been replaced since the last probe
+			// The API server may have been replaced since the last probe.
+			if errors.As(err, new(*resourceslice.DroppedFieldsError)) || apierrors.IsInvalid(err) {
+				wake(b.probeAgain)
 			}
 			p.reportError(ctx, err, msg)
 		},
@@ -172,7 +165,7 @@ const (
 // loop waits for changes until the context ends. After each it publishes the slices that the node
 // then needs.
 func (b *publication) loop(ctx context.Context) {
-	var resendDue, buildDue, markDue <-chan time.Time
+	var probeDue, buildDue, markDue <-chan time.Time
 	poll, pause := rolloutPoll, settleInterval
 	for {
 		if !b.offer.settled && b.built == nil && buildDue == nil {
@@ -196,19 +189,13 @@ func (b *publication) loop(ctx context.Context) {
 				poll = rolloutPoll
 			}
 			continue
-		case <-resendDue:
-			resendDue = nil
-			b.controller.Update(b.driverResources(b.rollout.Sent()))
-			continue
-		case <-b.fieldsDropped:
-			// The API server was replaced since the probe, or one of several API servers drops fields. The
-			// slices must be sent again, because the controller now takes the stored slices, without these
-			// fields, for the wanted ones.
-			if resendDue == nil {
-				resendDue = time.After(b.retries.When(droppedFields))
-			}
-			b.reprobe(ctx)
 		case <-b.probeAgain:
+			if probeDue == nil {
+				probeDue = time.After(b.retries.When(featureProbes))
+			}
+			continue
+		case <-probeDue:
+			probeDue = nil
 			b.reprobe(ctx)
 		case <-b.nodeChanged:
 			pause = settleInterval
@@ -310,18 +297,19 @@ func (p *Publisher) driverResources(slices []resourceslice.Slice) *resourceslice
 	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}
 }
 
-// reprobe probes once which fields the API server keeps. If there is no answer, it schedules
-// another probe. Meanwhile the loop publishes slices with the fields known so far, so that taints
-// are not delayed.
+// reprobe probes once which fields the API server keeps. If there is no answer, the loop tries
+// again. Meanwhile it publishes slices with the fields known so far, so that taints are not delayed.
 func (b *publication) reprobe(ctx context.Context) {
 	now, ok := b.probe(ctx)
-	if !ok {
-		time.AfterFunc(b.retries.When(unansweredProbe), func() { wake(b.probeAgain) })
-		return
-	}
-	b.retries.Forget(unansweredProbe)
-	if now != b.features {
+	switch {
+	case !ok:
+		wake(b.probeAgain)
+	case now != b.features:
 		b.features = now
-		b.retries.Forget(droppedFields)
+		b.retries.Forget(featureProbes)
+	default:
+		// One of several API servers may have dropped fields. The controller now takes the stored slices,
+		// without these fields, for the wanted ones, so it must get these again.
+		b.controller.Update(b.driverResources(b.rollout.Sent()))
 	}
 }

@@ -19,8 +19,7 @@ const (
 // These keys count other failures than those of the slice controller in the retry limiter. The
 // controller's own key is the pool's name, which is the node's name.
 const (
-	droppedFields      = "/dropped-fields"
-	unansweredProbe    = "/unanswered-probe"
+	featureProbes      = "/feature-probes"
 	unknownAllocations = "/unknown-allocations"
 )
 
