@@ -22,9 +22,8 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 	flags := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	flags.SortFlags = false
 	file := flags.String("config", "", "YAML file with any of these settings, keys in camelCase (also GPU_DRA_CONFIG)")
-	fromFlags := map[string]*string{}
 	for _, f := range fields {
-		fromFlags[f.Name] = flags.String(f.Name, f.Value.String(), f.Usage+" ("+f.Env()+", "+f.Key()+")")
+		flags.Var(f.Value, f.Name, f.Usage+" ("+f.Env()+", "+f.Key()+")")
 	}
 	if extra != nil {
 		extra(flags)
@@ -42,13 +41,8 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 	if err := errors.Join(fromFile(*file, fields), fromEnvironment(env, fields)); err != nil {
 		return nil, err
 	}
-	for _, f := range fields {
-		if !flags.Changed(f.Name) {
-			continue
-		}
-		if err := f.Value.Set(*fromFlags[f.Name]); err != nil {
-			return nil, fmt.Errorf("--%s: %w", f.Name, err)
-		}
+	if err := flags.Parse(args); err != nil { // again, because flags take precedence
+		return nil, err
 	}
 	c.complete()
 	if err := c.Validate(); err != nil {
