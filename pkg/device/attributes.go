@@ -46,9 +46,17 @@ func commonAttributes(g GPU, d Driver) attributes {
 		"architecture":   text(g.Architecture),
 		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
 	}
-	a.driver(d)
 	a.version("cudaComputeCapability", g.CUDAComputeCapability)
-	a.topology(g)
+	// CEL can compare semantic versions. The version as the driver writes it ("580.65.06") is not one.
+	a.version("driverVersion", d.Version)
+	a.version("cudaDriverVersion", d.CUDAVersion)
+	a["driverVersionString"] = text(d.Version)
+	if g.PCIeRoot != "" {
+		a[AttrPCIeRoot] = text(g.PCIeRoot)
+	}
+	if g.NUMANode != nil {
+		a[AttrNUMANode] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(*g.NUMANode))}
+	}
 	return a
 }
 
@@ -61,29 +69,12 @@ func text(s string) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{StringValue: ptr.To(s)}
 }
 
-// driver sets the driver's versions as semver, which CEL can compare. It also sets the version as
-// the driver writes it ("580.65.06"), which is not valid semver.
-func (a attributes) driver(d Driver) {
-	a.version("driverVersion", d.Version)
-	a.version("cudaDriverVersion", d.CUDAVersion)
-	a["driverVersionString"] = text(d.Version)
-}
-
 func (a attributes) version(name resourceapi.QualifiedName, v string) {
 	s, err := Semver(v)
 	if err != nil {
 		s = noVersion
 	}
 	a[name] = resourceapi.DeviceAttribute{VersionValue: ptr.To(s)}
-}
-
-func (a attributes) topology(g GPU) {
-	if g.PCIeRoot != "" {
-		a[AttrPCIeRoot] = text(g.PCIeRoot)
-	}
-	if g.NUMANode != nil {
-		a[AttrNUMANode] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(*g.NUMANode))}
-	}
 }
 
 // Semver converts a dotted version of one to three numbers to strict semver: three numbers without

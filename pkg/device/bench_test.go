@@ -18,7 +18,7 @@ func BenchmarkSlices(b *testing.B) {
 			gpus := migCapable(models[h100Key], n)
 			b.ReportAllocs()
 			for b.Loop() {
-				if s := Slices(Offer(dynamic(gpus...)), benchDriver, PartitionTypes(driverName)); len(s) == 0 {
+				if s := Slices(Offer(dynamic(gpus...)), benchDriver, PartitionTypes); len(s) == 0 {
 					b.Fatal("no slices")
 				}
 			}

@@ -65,7 +65,7 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 			}
 			for _, o := range layoutsOf(g) {
 				o.Shares = shares
-				for _, slice := range Slices(Offer([]Offering{o}), versions[i], PartitionTypes(driverName)) {
+				for _, slice := range Slices(Offer([]Offering{o}), versions[i], PartitionTypes) {
 					for _, d := range slice.Devices {
 						visit(d)
 					}
@@ -117,7 +117,7 @@ func TestDevicesOfOneTypeHaveSameKeys(t *testing.T) {
 			if n := len(d.Attributes) + len(d.Capacity); n > maxKeys {
 				t.Errorf("%s has %d attributes and capacities, want at most %d", d.Name, n, maxKeys)
 			}
-			delete(d.Attributes, partitionTypeAttribute)
+			delete(d.Attributes, resourceapi.QualifiedName(PartitionTypes))
 			wantCapacities := requiredKeys[kind].capacities
 			if sharing, shared := d.Attributes["sharing"]; shared {
 				wantCapacities = shareCapacities[ptr.Deref(sharing.StringValue, "")]

@@ -224,7 +224,7 @@ func TestGPUWithoutMIGIsWholeUnderEveryPolicy(t *testing.T) {
 // cluster may drop fields that it does not know.
 func TestWholeMIGCapableGPUIsPublishedLikeOneWithoutMIG(t *testing.T) {
 	publish := func(o Offering) string {
-		data, err := json.Marshal(Slices(Offer([]Offering{o}), Driver{Version: "580.65.06"}, PartitionTypes(driverName)))
+		data, err := json.Marshal(Slices(Offer([]Offering{o}), Driver{Version: "580.65.06"}, PartitionTypes))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,7 +6,6 @@ import (
 	"path"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 )
 
@@ -231,18 +230,4 @@ func splitRules(text string) []string {
 		}
 	}
 	return append(rules, text[start:])
-}
-
-// parseIndex parses the index of a GPU on its node, by PCI address, such as "#0". The result named
-// "is" tells whether s begins with "#". If not, s is no index, and err is nil.
-func parseIndex(s string) (index int, is bool, err error) {
-	digits, is := strings.CutPrefix(s, "#")
-	if !is {
-		return 0, false, nil
-	}
-	n, err := strconv.ParseUint(digits, 10, 16)
-	if err != nil {
-		return 0, true, fmt.Errorf("%q is not an index: want # and a number from 0, as in #0", s)
-	}
-	return int(n), true, nil
 }

@@ -161,7 +161,7 @@ func TestUnsharedDevicesIgnoreShareRules(t *testing.T) {
 		gpus[i].PCIAddress = PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
 	}
 	publish := func(o []Offering) string {
-		data, err := json.Marshal(Slices(Offer(o), Driver{Version: "580.65.06"}, PartitionTypes(driverName)))
+		data, err := json.Marshal(Slices(Offer(o), Driver{Version: "580.65.06"}, PartitionTypes))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -285,7 +285,7 @@ func longName() GPU {
 // partition type are counted together.
 func TestSharesHaveOwnPartitionTypes(t *testing.T) {
 	kinds := map[bool]sets.Set[string]{true: sets.New[string](), false: sets.New[string]()}
-	for _, s := range Slices(Offer(sharing(t, "fractions,*/*=shares:2", node(t, h100Key, l40sKey)...)), Driver{}, PartitionTypes(driverName)) {
+	for _, s := range Slices(Offer(sharing(t, "fractions,*/*=shares:2", node(t, h100Key, l40sKey)...)), Driver{}, PartitionTypes) {
 		for _, d := range s.Devices {
 			kinds[ptr.Deref(d.AllowMultipleAllocations, false)].Insert(*d.Attributes["partitionType"].StringValue)
 		}

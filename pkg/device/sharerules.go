@@ -70,10 +70,13 @@ func parseShareRule(what, kind string) (shareRule, error) {
 			return rule, fmt.Errorf("%q is not a profile: want one like 1g.10gb, with * as a wildcard", rule.profile)
 		}
 	}
-	index, is, err := parseIndex(what)
-	if is || err != nil {
-		rule.index = index
-		return rule, err
+	if digits, is := strings.CutPrefix(what, "#"); is {
+		n, err := strconv.ParseUint(digits, 10, 16)
+		if err != nil {
+			return rule, fmt.Errorf("%q is not an index: want # and a number from 0, as in #0", what)
+		}
+		rule.index = int(n)
+		return rule, nil
 	}
 	rule.selector, err = parseSelector(what)
 	return rule, err

@@ -123,7 +123,7 @@ func TestGPUOrderDoesNotChangePartitionSlices(t *testing.T) {
 	models := readModels(t)
 	gpus := append(migCapable(models["h100-sxm5-80gb"], 9), manyGPUs(40)[32:]...)
 	publish := func() string {
-		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}, PartitionTypes(driverName)))
+		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}, PartitionTypes))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -175,7 +175,7 @@ func TestPartitionTypes(t *testing.T) {
 		gpus = append(gpus, g)
 	}
 	costs := map[string]sets.Set[string]{}
-	for _, s := range Slices(Offer(dynamic(gpus...)), Driver{}, PartitionTypes(driverName)) {
+	for _, s := range Slices(Offer(dynamic(gpus...)), Driver{}, PartitionTypes) {
 		if named := s.PartitionTypeAttribute != nil; named != (len(s.Devices) > 0) || named &&
 			*s.PartitionTypeAttribute != "gpu.nvidia.com/partitionType" {
 			t.Errorf("a slice of %d devices names %v", len(s.Devices), ptr.Deref(s.PartitionTypeAttribute, "nothing"))

@@ -50,7 +50,7 @@ type builder struct {
 func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (offer, error) {
 	var options []device.SliceOption
 	if f.PartitionTypes {
-		options = append(options, device.PartitionTypes(device.DriverName))
+		options = append(options, device.PartitionTypes)
 	}
 	build := func(shapes []device.Shape) []resourceslice.Slice {
 		return device.Slices(shapes, s.Node.Driver, options...)
