@@ -23,7 +23,8 @@ type marker struct {
 	effects  health.Effects
 	features Features
 	gpus     map[string]device.GPU
-	// claimed has the names of the devices that prepared claims have.
+	// claimed has the names of the devices that prepared claims have. Claims with admin access have
+	// none, because they take nothing from other claims.
 	claimed map[string]bool
 	// conditions has the node's readiness conditions at the time now.
 	conditions []nodeview.Condition
