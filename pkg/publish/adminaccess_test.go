@@ -17,8 +17,10 @@ type recordsOnDisk struct {
 	ledger *ledger.Ledger
 }
 
-func (r recordsOnDisk) ExclusiveDevices() (map[string]string, error) { return r.ledger.ExclusiveDevices() }
-func (r recordsOnDisk) SharedDevices() (map[string]bool, error)      { return r.ledger.SharedDevices() }
+func (r recordsOnDisk) ExclusiveDevices() (map[string]string, error) {
+	return r.ledger.ExclusiveDevices()
+}
+func (r recordsOnDisk) SharedDevices() (map[string]bool, error) { return r.ledger.SharedDevices() }
 
 // On a cluster without device taints, the slices keep an unhealthy device that a claim holds. A
 // claim with admin access takes nothing from other claims, so it keeps no device there.

@@ -21,7 +21,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/fsnotify/fsnotify"
 	"github.com/gofrs/flock"
 	"k8s.io/klog/v2"
 )
@@ -30,11 +29,8 @@ const (
 	// lockPoll is the pause between two attempts of a waiting plugin instance to take the leader lock.
 	// It delays only the start of a plugin and rolling updates.
 	lockPoll = 200 * time.Millisecond
-	// requestPoll is how often the leader looks for the request of a newer instance if inotify is not
-	// available.
+	// requestPoll is how often the leader looks for the request of a newer instance.
 	requestPoll = time.Second
-	// requestPollWithInotify is how often the leader looks for a request if inotify is available too.
-	requestPollWithInotify = 10 * time.Second
 	// standbyPause is how long a former leader does not try to take the leader lock after it gave the
 	// lock up, so that the newer plugin instance gets it first.
 	standbyPause = 3 * time.Second
@@ -113,7 +109,10 @@ func (l *Lock) Acquire(ctx context.Context) error {
 	l.handover = make(chan struct{})
 	go l.watchRequests(watchCtx, l.handover)
 	if l.newerLeads.Swap(false) {
-		wake(l.leadsAgain)
+		select {
+		case l.leadsAgain <- struct{}{}:
+		default: // the reader has not yet read the last one
+		}
 	}
 	return nil
 }
@@ -138,56 +137,17 @@ func (l *Lock) Release(ctx context.Context) {
 
 // watchRequests closes handover when a newer plugin instance asks to lead.
 func (l *Lock) watchRequests(ctx context.Context, handover chan struct{}) {
-	changed, pause := make(chan struct{}, 1), requestPoll
-	if watcher := l.watchRequestFile(changed); watcher != nil {
-		defer func() { _ = watcher.Close() }()
-		pause = requestPollWithInotify
-	}
 	for !l.requestTime().After(l.started) {
 		select {
 		case <-ctx.Done():
 			return
-		case <-changed:
-		case <-time.After(pause):
+		case <-time.After(requestPoll):
 		}
 	}
 	// The request file is removed now, because if the newer instance dies, its old request must not
 	// make a leader give up the lock again.
 	_ = os.Remove(l.requestPath)
 	close(handover)
-}
-
-// watchRequestFile signals changed when the request file may have changed. It returns nil if
-// inotify is not available, because the kernel limits the number of inotify instances of a user.
-func (l *Lock) watchRequestFile(changed chan<- struct{}) *fsnotify.Watcher {
-	watcher, err := fsnotify.NewWatcher()
-	if err != nil {
-		return nil
-	}
-	if err := watcher.Add(filepath.Dir(l.requestPath)); err != nil {
-		_ = watcher.Close()
-		return nil
-	}
-	go func() {
-		events, errs := watcher.Events, watcher.Errors
-		for events != nil || errs != nil {
-			select {
-			case event, ok := <-events:
-				if !ok {
-					events = nil
-				} else if event.Name == l.requestPath {
-					wake(changed)
-				}
-			case _, ok := <-errs:
-				if !ok {
-					errs = nil
-				} else {
-					wake(changed) // inotify has lost events
-				}
-			}
-		}
-	}()
-	return watcher
 }
 
 // requestHandover writes this plugin instance's request file, unless a newer instance has written
@@ -220,12 +180,4 @@ func (l *Lock) requestTime() time.Time {
 		return time.Time{}
 	}
 	return time.Unix(0, n)
-}
-
-// wake signals c, a channel of capacity one. It does not block if a signal is already in it.
-func wake(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
 }
