@@ -144,7 +144,8 @@ func (l *Layouts) decideByPolicy(
 	return offerings, settled
 }
 
-// decideGPU returns how the GPU g is offered. before is the last decision about the GPU of this name.
+// decideGPU returns how the GPU g is offered. before is the last decision about the GPU with this
+// name.
 func (l *Layouts) decideGPU(
 	ctx context.Context, g device.GPU, policy device.Policy, counters bool, before decision,
 ) (decision, error) {

@@ -298,7 +298,7 @@ func (p *Publisher) driverResources(slices []resourceslice.Slice) *resourceslice
 }
 
 // reprobe probes once which fields the API server keeps. If there is no answer, the loop tries
-// again. Meanwhile it publishes slices with the fields known so far, so that taints are not delayed.
+// again. Meanwhile it publishes slices with the fields known so far, so taints are not delayed.
 func (b *publication) reprobe(ctx context.Context) {
 	now, ok := b.probe(ctx)
 	switch {
@@ -308,8 +308,8 @@ func (b *publication) reprobe(ctx context.Context) {
 		b.features = now
 		b.retries.Forget(featureProbes)
 	default:
-		// One of several API servers may have dropped fields. The controller now takes the stored slices,
-		// without these fields, for the wanted ones, so it must get these again.
+		// One of several API servers may have dropped fields. The controller now takes the stored
+		// slices, without these fields, for the wanted ones, so it must get these again.
 		b.controller.Update(b.driverResources(b.rollout.Sent()))
 	}
 }
