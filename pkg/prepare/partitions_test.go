@@ -218,7 +218,7 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	p.Edits.OnMonitor = func() specs.ContainerEdits {
+	p.OnMonitor = func() specs.ContainerEdits {
 		return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/monitor", Type: "c", Major: 1, Minor: 3}}}
 	}
 	mustPrepare(t, p, newClaim("user", allocated("r", small0)))
