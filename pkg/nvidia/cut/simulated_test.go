@@ -15,10 +15,10 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	gocmp "github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
@@ -84,8 +84,11 @@ func TestEveryPlacementOfEveryModel(t *testing.T) {
 						t.Error(diff)
 					}
 					for _, n := range scan.CapabilityEdits(s.Paths())(specs.ContainerEdits{}, made, made.Compute[0]).DeviceNodes {
-						if !hostfile.IsCharDevice(s.Paths().Visible(n.HostPath)) {
-							t.Errorf("%s is no device node", n.HostPath)
+						var node unix.Stat_t
+						path := filepath.Join(s.Paths().DeviceRoot(), n.Path)
+						if err := unix.Stat(path, &node); err != nil || node.Mode&unix.S_IFMT != unix.S_IFCHR ||
+							node.Rdev != unix.Mkdev(uint32(n.Major), uint32(n.Minor)) {
+							t.Errorf("%s has the number %#x, not %d:%d, %v", path, node.Rdev, n.Major, n.Minor, err)
 						}
 					}
 					c.Remove(made)
