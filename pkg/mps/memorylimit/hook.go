@@ -22,37 +22,24 @@
 package memorylimit
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/tool"
 )
 
-const (
-	// smiLimit is how long one run of nvidia-smi may take. It is long because the GPU may have to wake
-	// up first, and still far below the two minutes that the kubelet allows for the creation of a
-	// container.
-	smiLimit = 40 * time.Second
-	// maxExcerpt is how many bytes of nvidia-smi's output an error quotes at most.
-	maxExcerpt = 300
-	// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
-	tolerance = 64
-)
+// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
+const tolerance = 64
 
 // Limit is a container's memory limit on one GPU. Paths are those of the host.
 type Limit struct {
@@ -101,7 +88,7 @@ func (l Limit) apply(ctx context.Context, c container.Container, proc string) er
 	}
 	switch has, err := hardLimit(out); {
 	case err != nil:
-		return fmt.Errorf("nvidia-smi set the limit without error, but then %w: %s", err, excerpt(out))
+		return fmt.Errorf("nvidia-smi set the limit without error, but then %w: %s", err, tool.LastOutput(out))
 	case has == 0 || has > l.Mebibytes+tolerance:
 		return fmt.Errorf("nvidia-smi set the limit without error, but then shows %d MiB", has)
 	}
@@ -165,43 +152,13 @@ func hardLimit(out string) (uint64, error) {
 // container does not have. If the process may create a mount namespace, run hides these nodes from
 // nvidia-smi.
 func run(ctx context.Context, smi driverroot.Program, others []string, args ...string) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, smiLimit, fmt.Errorf("no result after %s: %w", smiLimit, context.DeadlineExceeded))
-	defer cancel()
-	var out bytes.Buffer
-	done := make(chan error)
-	go func() {
-		// Never unlock the thread, so that the thread and its new mount namespace end with this
-		// goroutine.
-		runtime.LockOSThread()
-		if len(others) > 0 {
-			_ = onecard.Hide(others) // If this fails, nvidia-smi opens all GPUs, which usually works.
-		}
-		command := exec.CommandContext(ctx, smi.Path, args...)
-		command.Stdout, command.Stderr = &out, &out
-		command.Env = append(os.Environ(), append(smi.Environment(driverroot.NVML), "LC_ALL=C")...)
-		command.SysProcAttr = &unix.SysProcAttr{Setpgid: true, Pdeathsig: unix.SIGKILL}
-		command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGKILL) }
-		command.WaitDelay = time.Second
-		done <- command.Run()
-	}()
-	err := <-done
-	if cause := context.Cause(ctx); err != nil && cause != nil {
-		err = cause
+	t := tool.Tool{Program: smi, Args: args, Limit: tool.SMILimit}
+	if len(others) == 0 {
+		return t.Run(ctx)
 	}
-	if err != nil {
-		return "", fmt.Errorf("nvidia-smi failed (%w): %s", err, excerpt(out.String()))
+	out, err := t.RunHiding(ctx, others)
+	if errors.Is(err, tool.ErrNotHidden) {
+		return t.Run(ctx) // nvidia-smi opens all GPUs, which usually works
 	}
-	return out.String(), nil
-}
-
-// excerpt returns the end of a program's output as one line.
-func excerpt(out string) string {
-	out = strings.Join(strings.Fields(out), " ")
-	if out == "" {
-		return "no output"
-	}
-	if over := len(out) - maxExcerpt; over > 0 {
-		out = "…" + strings.ToValidUTF8(out[over:], "")
-	}
-	return out
+	return out, err
 }

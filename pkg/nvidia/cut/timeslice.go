@@ -11,6 +11,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/tool"
 )
 
 // sliceNames are nvidia-smi's names of the time slices, indexed by value.
@@ -77,7 +79,7 @@ func (c partitioner) readSlice(r request, s *device.CardState) (*device.TimeSlic
 	}
 	found, err := parseSlice(out)
 	if err != nil {
-		return nil, r.fail(device.FailureOther, "%v: %s", err, lastOutput(out))
+		return nil, r.fail(device.FailureOther, "%v: %s", err, tool.LastOutput(out))
 	}
 	return &found, nil
 }
@@ -116,8 +118,10 @@ func (c partitioner) smi(r request, minor int, args ...string) (string, error) {
 	if err != nil {
 		return "", r.fail(device.FailureOther, "%v", err)
 	}
-	run := tool{program: program, args: append([]string{"compute-policy", "--id=" + r.Card.UUID}, args...), limit: smiLimit, lock: c.lock}
-	out, err := run.runHiding(context.Background(), otherNodes(c.Paths, minor))
+	args = append([]string{"compute-policy", "--id=" + r.Card.UUID}, args...)
+	run := tool.Tool{Program: program, Args: args, Limit: tool.SMILimit, Lock: c.lock}
+	others := onecard.Others(c.Paths.DeviceRoot(), func(node string) bool { return node == fmt.Sprintf("nvidia%d", minor) })
+	out, err := run.RunHiding(context.Background(), others)
 	if err == nil || errors.Is(err, context.DeadlineExceeded) {
 		return out, c.smiError(r, out, err)
 	}
@@ -125,8 +129,8 @@ func (c partitioner) smi(r request, minor int, args ...string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	run.args[1] = fmt.Sprintf("--id=%d", before)
-	out, err = run.run(context.Background())
+	run.Args[1] = fmt.Sprintf("--id=%d", before)
+	out, err = run.Run(context.Background())
 	if err := c.smiError(r, out, err); err != nil {
 		return "", err
 	}

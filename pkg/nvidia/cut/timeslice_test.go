@@ -3,17 +3,15 @@ package cut
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
@@ -157,59 +155,9 @@ func TestHungNvidiaSMIEndsWithContext(t *testing.T) {
 	}
 }
 
-// script returns a tool that runs a shell script instead of nvidia-smi.
-func script(t *testing.T, text string) tool {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "nvidia-smi")
-	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+text), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	return tool{program: driverroot.Program{Path: path, LibraryDir: t.TempDir()}, limit: time.Minute}
-}
-
-func TestToolIsKilledWithItsChildren(t *testing.T) {
-	gate := filepath.Join(t.TempDir(), "gate")
-	if err := unix.Mkfifo(gate, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	// The script's child process has the pipe open for writing, so a read of the pipe ends only
-	// when the child is dead.
-	hangs := script(t, "sleep 3600 >'"+gate+"' & wait")
-	ctx, cancel := context.WithCancel(t.Context())
-	result := make(chan error)
-	go func() {
-		_, err := hangs.run(ctx)
-		result <- err
-	}()
-	opened, err := os.Open(gate) // returns when the child runs
-	if err != nil {
-		t.Fatal(err)
-	}
-	cancel()
-	if err := <-result; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "nvidia-smi failed") {
-		t.Error(err)
-	}
-	if n, err := opened.Read(make([]byte, 1)); n != 0 {
-		t.Error(n, err)
-	}
-	_ = opened.Close()
-
-	hangs.limit = nvidiatest.HangLimit
-	hangs.program = script(t, "exec sleep 3600").program
-	if _, err := hangs.run(t.Context()); !errors.Is(err, context.DeadlineExceeded) || smiCode("", err) != device.FailureTimeout {
-		t.Error(err)
-	}
-}
-
-func TestToolOutputIsTruncated(t *testing.T) {
-	flood := script(t, "i=0; while [ $i -lt 5000 ]; do echo 'a line of output that is dropped'; i=$((i+1)); done; echo the last; exit 3")
-	out, err := flood.run(t.Context())
-	if err == nil || len(out) > keptOutput || len(err.Error()) > 2*shownOutput || !strings.Contains(err.Error(), "the last") ||
-		!strings.Contains(err.Error(), "exit status 3") {
-		t.Errorf("%d bytes; %v", len(out), err)
-	}
-	if out, err := script(t, `echo "$LD_LIBRARY_PATH"`).run(t.Context()); err != nil || !strings.HasPrefix(out, "/") {
-		t.Error(out, err)
+func TestHungToolIsATimeout(t *testing.T) {
+	if code := smiCode("", fmt.Errorf("nvidia-smi failed: %w", context.DeadlineExceeded)); code != device.FailureTimeout {
+		t.Error(code)
 	}
 }
 

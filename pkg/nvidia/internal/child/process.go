@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/tail"
 )
 
 const (
@@ -50,7 +51,7 @@ type Process[M any] struct {
 	Gone <-chan struct{}
 
 	stdin  io.WriteCloser
-	stderr *Tail
+	stderr *tail.Writer
 	kill   func()
 	said   error // why the output ended, nil at its end. Read it after Ended is closed.
 	exit   error // the exit status. Read it after Gone is closed.
@@ -70,7 +71,7 @@ func Start[M any](c Command, order any) (*Process[M], error) {
 	}
 	messages, killed, ended, gone := make(chan M), make(chan struct{}), make(chan struct{}), make(chan struct{})
 	p := &Process[M]{
-		Messages: messages, Killed: killed, Ended: ended, Gone: gone, stdin: stdin, stderr: &Tail{Limit: keptStderr},
+		Messages: messages, Killed: killed, Ended: ended, Gone: gone, stdin: stdin, stderr: &tail.Writer{Limit: keptStderr},
 	}
 	command.Stderr = p.stderr
 	command.WaitDelay = exitLimit

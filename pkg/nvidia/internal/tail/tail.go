@@ -1,4 +1,5 @@
-package child
+// Package tail keeps the end of what a program writes.
+package tail
 
 import (
 	"bytes"
@@ -6,14 +7,14 @@ import (
 	"sync"
 )
 
-// Tail is a writer that keeps the last bytes written to it.
-type Tail struct {
+// Writer keeps the last bytes written to it.
+type Writer struct {
 	Limit int
 	mu    sync.Mutex
 	kept  []byte
 }
 
-func (t *Tail) Write(p []byte) (int, error) {
+func (t *Writer) Write(p []byte) (int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.kept = append(t.kept, p...)
@@ -23,7 +24,7 @@ func (t *Tail) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func (t *Tail) String() string {
+func (t *Writer) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.kept) == 0 {
@@ -33,7 +34,7 @@ func (t *Tail) String() string {
 }
 
 // Text returns the kept end of the output.
-func (t *Tail) Text() string {
+func (t *Writer) Text() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return string(bytes.ToValidUTF8(t.kept, []byte("?")))
