@@ -43,7 +43,8 @@ const maxName = 255
 // overwrites the file that a killed call left, and [Unfinished] recognizes it.
 func Replace(disk FS, path string, data []byte) error {
 	dir, base := filepath.Split(path)
-	tmp := filepath.Join(dir, temporary(base))
+	name := tmpPrefix + base
+	tmp := filepath.Join(dir, name[:min(len(name), maxName)])
 	err := disk.Create(tmp, data)
 	if err == nil {
 		err = disk.Rename(tmp, path)
@@ -56,11 +57,6 @@ func Replace(disk FS, path string, data []byte) error {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	return nil
-}
-
-func temporary(base string) string {
-	name := tmpPrefix + base
-	return name[:min(len(name), maxName)]
 }
 
 // Unfinished reports whether a name in a directory is that of the temporary file of an interrupted

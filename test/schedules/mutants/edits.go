@@ -46,20 +46,6 @@ func (e ignore) changes(f *function) ([]change, error) {
 	return replace(c, "func() error { _ = "+f.text(c)+"; return nil }()"), nil
 }
 
-// unwrap removes a call that has one argument, and puts that argument in its place.
-type unwrap struct{ call }
-
-func (e unwrap) changes(f *function) ([]change, error) {
-	c, err := e.find(f)
-	if err != nil {
-		return nil, err
-	}
-	if len(c.Args) != 1 {
-		return nil, fmt.Errorf("the call to %s has %d arguments instead of one", e.to, len(c.Args))
-	}
-	return replace(c, f.text(c.Args[0])), nil
-}
-
 // lastArgument replaces the last argument of a call with the text in field becomes. A $ in that
 // text stands for the old argument. If the text is empty, the edit removes the argument.
 type lastArgument struct {

@@ -63,7 +63,6 @@ func TestEdits(t *testing.T) {
 		{skip{call{"G", "H"}}, `G(b, b...)`, `func() error { return nil; return G(b, b...) }()`},
 		{skip{call{"H", "EqualFunc"}}, "", "no call to H after the call to EqualFunc"},
 		{ignore{call{to: "H"}}, `H()`, `func() error { _ = H(); return nil }()`},
-		{unwrap{call{to: "H"}}, "", "the call to H has 0 arguments instead of one"},
 		{lastArgument{call{"G", "H"}, ""}, `G(b, b...)`, `G(b)`},
 		{lastArgument{call{"G", "H"}, "$[:0]"}, `G(b, b...)`, `G(b, b[:0]...)`},
 		{lastArgument{call{to: "H"}, ""}, "", "the call to H has fewer than two arguments"},

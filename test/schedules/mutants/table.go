@@ -14,7 +14,7 @@ const (
 // mutants are the defects that the schedules must find, each one on its own. If you rename or move
 // a function or field that a line names, change the name in that line.
 var mutants = []mutant{
-	{"a file is written in place", durableDir, "Replace", unwrap{call{to: "temporary"}}},
+	{"a file is written in place", durableDir, "Replace", instead{"tmpPrefix", `""`}},
 	{"a new file name is not synced to the disk", durableDir, "Replace", skip{call{to: "SyncDir"}}},
 	{"a removed file name is not synced to the disk", durableDir, "Remove", skip{call{to: "SyncDir"}}},
 	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
