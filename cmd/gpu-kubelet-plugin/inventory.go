@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -153,9 +154,9 @@ func writeCDI(out io.Writer, node nvidia.Node) error {
 	if len(node.GPUs) == 0 {
 		return nil // A CDI spec without devices would be invalid.
 	}
-	devices := make([]cdi.ClaimDevice, len(node.GPUs))
+	devices := make([]specs.Device, len(node.GPUs))
 	for i, g := range node.GPUs {
-		devices[i] = cdi.ClaimDevice{Name: cdi.ClaimDeviceName(previewClaim, g.WholeName(), nil), Edits: g.Edits}
+		devices[i] = specs.Device{Name: cdi.ClaimDeviceName(previewClaim, g.WholeName(), nil), ContainerEdits: g.Edits}
 	}
 	base, claim, err := cdi.Render(node.Common, devices)
 	if err != nil {

@@ -4,10 +4,11 @@ import (
 	"testing"
 
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+	"tags.cncf.io/container-device-interface/specs-go"
 )
 
 func BenchmarkClaimSpec(b *testing.B) {
-	devices := []ClaimDevice{{Name: ClaimDeviceName(claimUID, "gpu-0000-1b-00-0", nil), Edits: wholeGPU()}}
+	devices := []specs.Device{{Name: ClaimDeviceName(claimUID, "gpu-0000-1b-00-0", nil), ContainerEdits: wholeGPU()}}
 	_, claim, err := Render(commonEdits(), devices)
 	if err != nil {
 		b.Fatal(err)
@@ -15,7 +16,7 @@ func BenchmarkClaimSpec(b *testing.B) {
 	b.Run("render", func(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {
-			if _, err := encode(claimSpec(devices)); err != nil {
+			if _, err := encode(&specs.Spec{Kind: claimKind, Devices: devices}); err != nil {
 				b.Fatal(err)
 			}
 		}

@@ -12,9 +12,9 @@ import (
 func TestRenderMatchesWrittenSpecs(t *testing.T) {
 	const uid = types.UID("0b4c")
 	common := specs.ContainerEdits{Env: []string{"A=b"}, DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl"}}}
-	devices := []ClaimDevice{{
-		Name:  ClaimDeviceName(uid, "gpu-0", nil),
-		Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/run/nvidia/driver/dev/nvidia0"}}},
+	devices := []specs.Device{{
+		Name:           ClaimDeviceName(uid, "gpu-0", nil),
+		ContainerEdits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/run/nvidia/driver/dev/nvidia0"}}},
 	}}
 	root := t.TempDir()
 	store := NewStore(root)
@@ -36,7 +36,7 @@ func TestRenderMatchesWrittenSpecs(t *testing.T) {
 }
 
 func TestRenderRejectsInvalidSpec(t *testing.T) {
-	for name, devices := range map[string][]ClaimDevice{
+	for name, devices := range map[string][]specs.Device{
 		"no device":     nil,
 		"an empty edit": {{Name: "x"}},
 	} {

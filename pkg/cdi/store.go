@@ -2,6 +2,7 @@ package cdi
 
 import (
 	"bytes"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,10 +13,12 @@ import (
 	"strings"
 	"sync"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
-	"tags.cncf.io/container-device-interface/pkg/parser"
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // These names make the CDI kinds k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim, and their
@@ -25,12 +28,17 @@ const (
 	baseClass  = "base"
 	claimClass = "claim"
 	baseDevice = "driver"
+	claimKind  = Vendor + "/" + claimClass
+
+	// BaseID is the CDI ID that gives a container the edits of the base spec.
+	BaseID = Vendor + "/" + baseClass + "=" + baseDevice
 
 	baseFile    = Vendor + "-" + baseClass + ".json"
 	claimPrefix = Vendor + "-" + claimClass + "_"
 	suffix      = ".json"
 	temporary   = ".tmp-"
-	// ofClaim is the suffix of the temporary file of a claim's spec.
+	// ofClaim is the suffix of the temporary file of a claim's spec. It is fixed, because calls for one
+	// claim run one after another in all processes.
 	ofClaim = temporary + "claim"
 )
 
@@ -38,6 +46,9 @@ const (
 // must serialize calls for one claim across processes.
 type Store struct {
 	root string
+	// ofBase is the suffix of the temporary file of the base spec. It is random, because two plugin
+	// instances may write that spec at once.
+	ofBase string
 
 	mu sync.Mutex // guards the files too, so that Watch never sees a half-done change of this Store
 	// known is each file as this Store last wrote it, or as it read it when another plugin instance
@@ -49,26 +60,17 @@ type Store struct {
 	repaired []string
 }
 
-// specFile is the content of a file, and its info by which an unchanged file is recognized.
+// specFile is the content of a file, and its stamp at the last check, by which an unchanged file is
+// recognized. After a write the stamp is zero, so that the next check reads the file.
 type specFile struct {
-	data []byte
-	info os.FileInfo
+	data  []byte
+	stamp durable.Stamp
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, known: map[string]specFile{}, damaged: map[string]bool{}}
+	return &Store{root: root, ofBase: temporary + rand.Text(), known: map[string]specFile{}, damaged: map[string]bool{}}
 }
-
-// ClaimDevice is one device of a claim with its edits.
-type ClaimDevice struct {
-	// Name is the part of the CDI ID after the "=", as [ClaimDeviceName] returns it.
-	Name  string
-	Edits specs.ContainerEdits
-}
-
-// BaseID returns the CDI ID that gives a container the edits of the base spec.
-func BaseID() string { return parser.QualifiedName(Vendor, baseClass, baseDevice) }
 
 // ClaimDeviceName returns the name of a claim's device within the claim's spec: <claim
 // UID>-<device>. If the claim has only a share of the device, -<share ID> follows.
@@ -82,29 +84,26 @@ func ClaimDeviceName(uid types.UID, device string, shareID *types.UID) string {
 
 // ClaimDeviceID returns the CDI ID of a claim's device.
 func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
-	return parser.QualifiedName(Vendor, claimClass, ClaimDeviceName(uid, device, shareID))
+	return claimKind + "=" + ClaimDeviceName(uid, device, shareID)
 }
 
 // WriteBase writes the base spec. The edits apply to the whole spec, so the runtime applies them
 // once per container, however many GPUs the container has.
-func (s *Store) WriteBase(edits specs.ContainerEdits) error { return s.writeBase(edits, false) }
+func (s *Store) WriteBase(edits specs.ContainerEdits) error {
+	return s.write(baseFile, s.ofBase, baseSpec(edits), false)
+}
 
 // RewriteBase writes the base spec even if it is unchanged. Container runtimes cache the device
 // numbers that they read at the first injection, until a file in the CDI directory changes. So a
 // caller that finds changed device nodes must call RewriteBase.
-func (s *Store) RewriteBase(edits specs.ContainerEdits) error { return s.writeBase(edits, true) }
-
-func (s *Store) writeBase(edits specs.ContainerEdits, always bool) error {
-	data, err := encode(baseSpec(edits))
-	if err != nil {
-		return fmt.Errorf("CDI spec %s: %w", baseFile, err)
-	}
-	return s.write(baseFile, data, always)
+func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
+	return s.write(baseFile, s.ofBase, baseSpec(edits), true)
 }
 
-// WriteClaim writes the claim's spec. Each device name must begin with the claim's UID. The runtime
-// injects a device into any container that names it, so no name may fit two claims.
-func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
+// WriteClaim writes the claim's spec. Each device has a name of [ClaimDeviceName], which begins with
+// the claim's UID. The runtime injects a device into any container that names it, so no name may
+// fit two claims.
+func (s *Store) WriteClaim(uid types.UID, devices []specs.Device) error {
 	name, err := claimFile(uid)
 	if err != nil {
 		return err
@@ -114,11 +113,40 @@ func (s *Store) WriteClaim(uid types.UID, devices []ClaimDevice) error {
 			return fmt.Errorf("CDI spec %s: device %q does not belong to the claim: its name does not begin with the claim's UID", name, d.Name)
 		}
 	}
-	data, err := encode(claimSpec(devices))
-	if err != nil {
-		return fmt.Errorf("CDI spec %s: %w", name, err)
+	return s.write(name, ofClaim, &specs.Spec{Kind: claimKind, Devices: devices}, false)
+}
+
+// Render returns the base spec with the edits common and the spec of one claim with these devices,
+// byte for byte as [Store] would write them. It writes no file.
+func Render(common specs.ContainerEdits, devices []specs.Device) (base, claim []byte, err error) {
+	base, err = encode(baseSpec(common))
+	if err == nil {
+		err = check(base)
 	}
-	return s.write(name, data, false)
+	if err != nil {
+		return nil, nil, fmt.Errorf("the base CDI spec: %w", err)
+	}
+	claim, err = encode(&specs.Spec{Kind: claimKind, Devices: devices})
+	if err == nil {
+		err = check(claim)
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("a claim's CDI spec: %w", err)
+	}
+	return base, claim, nil
+}
+
+func baseSpec(edits specs.ContainerEdits) *specs.Spec {
+	return &specs.Spec{
+		Kind:           Vendor + "/" + baseClass,
+		ContainerEdits: edits,
+		Devices: []specs.Device{{
+			Name: baseDevice,
+			// The legacy mode of the NVIDIA Container Runtime adds the GPUs that this variable names. "void"
+			// names none.
+			ContainerEdits: specs.ContainerEdits{Env: []string{"NVIDIA_VISIBLE_DEVICES=void"}},
+		}},
+	}
 }
 
 // RemoveClaim removes a claim's spec. If the spec is missing, it succeeds.
@@ -127,19 +155,14 @@ func (s *Store) RemoveClaim(uid types.UID) error {
 	if err != nil {
 		return err
 	}
-	return s.remove(name)
+	return s.remove(name, filepath.Join(s.root, "."+name+ofClaim))
 }
 
 // RemoveBase removes the base spec and the temporary files of killed processes. If they are
 // missing, it succeeds. No other plugin instance may be writing the base spec.
 func (s *Store) RemoveBase() error {
 	left, _ := filepath.Glob(filepath.Join(s.root, "."+baseFile+temporary+"*"))
-	for _, path := range left {
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove CDI spec: %w", err)
-		}
-	}
-	return s.remove(baseFile)
+	return s.remove(baseFile, left...)
 }
 
 // Claims lists the UIDs of the claims that have a spec in the CDI directory, or the temporary file
@@ -158,27 +181,13 @@ func (s *Store) Claims() ([]types.UID, error) {
 		if begun, ok := strings.CutSuffix(name, ofClaim); ok {
 			name = strings.TrimPrefix(begun, ".")
 		}
-		if uid, ok := claimOf(name); ok {
-			uids = append(uids, uid)
+		rest, isClaim := strings.CutPrefix(name, claimPrefix)
+		if uid, ok := strings.CutSuffix(rest, suffix); isClaim && ok && uid != "" {
+			uids = append(uids, types.UID(uid))
 		}
 	}
 	slices.Sort(uids)
 	return slices.Compact(uids), nil
-}
-
-// isSpec reports whether name is the file name of a base spec or claim spec.
-func isSpec(name string) bool {
-	_, claim := claimOf(name)
-	return claim || name == baseFile
-}
-
-func claimOf(name string) (types.UID, bool) {
-	rest, ok := strings.CutPrefix(name, claimPrefix)
-	if !ok {
-		return "", false
-	}
-	uid, ok := strings.CutSuffix(rest, suffix)
-	return types.UID(uid), ok && uid != ""
 }
 
 // claimFile returns the file name of a claim's spec. It rejects a UID that would lead out of the
@@ -190,24 +199,27 @@ func claimFile(uid types.UID) (string, error) {
 	return claimPrefix + string(uid) + suffix, nil
 }
 
-// write makes data the content of the file called name. It replaces a file that has this content
+// write makes spec the content of the file called name. It replaces a file that has this content
 // only if always is true.
-func (s *Store) write(name string, data []byte, always bool) error {
+func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always bool) error {
+	data, err := encode(spec)
+	if err != nil {
+		return fmt.Errorf("CDI spec %s: %w", name, err)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	on, err := os.ReadFile(path)
 	differs := err != nil || !bytes.Equal(on, data)
 	if differs || always {
-		if err := replace(path, data); err != nil {
+		if err := check(data); err != nil {
+			return fmt.Errorf("CDI spec %s: %w", name, err)
+		}
+		if err := replace(path, filepath.Join(s.root, "."+name+temporarySuffix), data); err != nil {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
-	info, err := os.Stat(path)
-	if err != nil {
-		return fmt.Errorf("write CDI spec: %w", err)
-	}
-	s.known[name] = specFile{data, info}
+	s.known[name] = specFile{data: data}
 	if s.damaged[name] && differs {
 		s.repaired = append(s.repaired, name)
 	}
@@ -215,13 +227,13 @@ func (s *Store) write(name string, data []byte, always bool) error {
 	return nil
 }
 
-func (s *Store) remove(name string) error {
+// remove removes the file called name, and the temporary files.
+func (s *Store) remove(name string, temporaries ...string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.known, name)
 	delete(s.damaged, name)
-	path := filepath.Join(s.root, name)
-	for _, path := range []string{path, unfinished(path)} {
+	for _, path := range append(temporaries, filepath.Join(s.root, name)) {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove CDI spec: %w", err)
 		}
@@ -230,125 +242,54 @@ func (s *Store) remove(name string) error {
 }
 
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse
-// newer versions. It returns the spec as JSON, or an error if a runtime could not load it.
+// newer versions. It returns the spec as JSON.
 func encode(spec *specs.Spec) ([]byte, error) {
 	version, err := specs.MinimumRequiredVersion(spec)
 	if err != nil {
 		return nil, fmt.Errorf("find its version: %w", err)
 	}
 	spec.Version = version
-	if err := validate(spec); err != nil {
-		return nil, err
-	}
-	data, err := json.Marshal(spec)
+	return json.Marshal(spec)
+}
+
+// check returns an error if a runtime could not load the spec. One bad device makes the runtime
+// refuse the whole file. The CDI library applies its rules to files only, so this one is in memory.
+func check(spec []byte) error {
+	fd, err := unix.MemfdCreate("cdi-spec", unix.MFD_CLOEXEC)
 	if err != nil {
-		return nil, err
+		return fmt.Errorf("create a file in memory: %w", err)
 	}
-	if isPlain(data) {
-		return data, nil
+	f := os.NewFile(uintptr(fd), "cdi-spec")
+	defer func() { _ = f.Close() }()
+	if _, err := f.Write(spec); err != nil {
+		return err
 	}
-	if _, err := cdilib.ParseSpec(data); err != nil {
-		return nil, fmt.Errorf("the runtime could not read it: %w", err)
-	}
-	return data, nil
-}
-
-// isPlain reports whether data is printable ASCII. Runtimes parse specs as YAML, which accepts any
-// such JSON, but not every other character. So encode calls the slow YAML parser only for specs
-// that are not plain.
-func isPlain(data []byte) bool {
-	return !slices.ContainsFunc(data, func(b byte) bool { return b < ' ' || b > '~' })
-}
-
-// validate applies the rules by which the CDI library loads a spec. One bad device makes the
-// runtime refuse the whole file.
-func validate(spec *specs.Spec) error {
-	if len(spec.Devices) == 0 {
-		return errors.New("it has no devices")
-	}
-	if err := (&cdilib.ContainerEdits{ContainerEdits: &spec.ContainerEdits}).Validate(); err != nil {
-		return fmt.Errorf("common edits: %w", err)
-	}
-	seen := map[string]bool{}
-	for i := range spec.Devices {
-		d := &spec.Devices[i]
-		if err := parser.ValidateDeviceName(d.Name); err != nil {
-			return err
-		}
-		if seen[d.Name] {
-			return fmt.Errorf("duplicate device %s", d.Name)
-		}
-		seen[d.Name] = true
-		if isEmpty(d.ContainerEdits) {
-			return fmt.Errorf("device %s has no edits, which CDI refuses", d.Name)
-		}
-		if err := (&cdilib.ContainerEdits{ContainerEdits: &d.ContainerEdits}).Validate(); err != nil {
-			return fmt.Errorf("device %s: %w", d.Name, err)
-		}
-	}
-	return nil
-}
-
-func isEmpty(e specs.ContainerEdits) bool {
-	return len(e.Env)+len(e.DeviceNodes)+len(e.Hooks)+len(e.Mounts)+len(e.NetDevices)+len(e.AdditionalGIDs) == 0 && e.IntelRdt == nil
+	_, err = cdilib.ReadSpec(fmt.Sprintf("/proc/self/fd/%d", fd), 0)
+	return err
 }
 
 // replace writes data to path so that a reader sees the old file or the new one. CDI reads only
 // *.json and *.yaml, so it ignores the temporary file. fsync is not needed, because the plugin
 // writes the specs again after a crash of the node.
-func replace(path string, data []byte) error {
+func replace(path, temporary string, data []byte) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return err
 	}
-	f, err := create(path)
+	// What a killed call left, or someone planted, is removed and never written to.
+	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	f, err := os.OpenFile(temporary, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 	if err != nil {
-		return withTargetPath(path, err)
+		return err
 	}
 	_, err = f.Write(data)
 	err = errors.Join(err, f.Chmod(0o644), f.Close())
 	if err == nil {
-		err = os.Rename(f.Name(), path)
+		err = os.Rename(temporary, path)
 	}
 	if err != nil {
-		_ = os.Remove(f.Name())
-	}
-	return withTargetPath(path, err)
-}
-
-// withTargetPath replaces the temporary file's path in an error by path. The temporary path changes
-// with each try, and a caller that logs only new errors would log each one.
-func withTargetPath(path string, err error) error {
-	var file *fs.PathError
-	var link *os.LinkError
-	switch {
-	case errors.As(err, &file):
-		return &fs.PathError{Op: file.Op, Path: path, Err: file.Err}
-	case errors.As(err, &link):
-		return &fs.PathError{Op: link.Op, Path: path, Err: link.Err}
+		_ = os.Remove(temporary)
 	}
 	return err
-}
-
-// create creates the temporary file for path. For a claim's spec the name is fixed, because calls
-// for one claim run one after another in all processes. create removes a leftover with this name
-// instead of writing to it. For the base spec the name is random, because two plugin instances may
-// write it at once.
-func create(path string) (*os.File, error) {
-	if _, claim := claimOf(filepath.Base(path)); !claim {
-		return os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+temporary+"*")
-	}
-	const flags = os.O_CREATE | os.O_EXCL | os.O_WRONLY
-	f, err := os.OpenFile(unfinished(path), flags, 0o600)
-	if !errors.Is(err, fs.ErrExist) {
-		return f, err
-	}
-	if err := os.Remove(unfinished(path)); err != nil {
-		return nil, err
-	}
-	return os.OpenFile(unfinished(path), flags, 0o600)
-}
-
-// unfinished returns the path of the temporary file for the claim's spec at path.
-func unfinished(path string) string {
-	return filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+ofClaim)
 }

@@ -6,10 +6,11 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"syscall"
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 const (
@@ -96,53 +97,31 @@ func (s *Store) altered() []string {
 	defer s.mu.Unlock()
 	var names []string
 	for name, file := range s.known {
-		now, err := read(filepath.Join(s.root, name), file)
-		if err != nil || !bytes.Equal(now.data, file.data) {
+		path := filepath.Join(s.root, name)
+		stamp := durable.StampOf(path)
+		if stamp == file.stamp && stamp != (durable.Stamp{}) {
+			continue
+		}
+		if now, err := os.ReadFile(path); err != nil || !bytes.Equal(now, file.data) {
 			names = append(names, name)
 			delete(s.known, name)
 			s.damaged[name] = true
 			continue
 		}
-		s.known[name] = now
-	}
-	entries, err := os.ReadDir(s.root)
-	if err != nil {
-		slices.Sort(names)
-		return names
-	}
-	for _, e := range entries {
-		name := e.Name()
-		if _, ok := s.known[name]; ok || !isSpec(name) || slices.Contains(names, name) {
-			continue
-		}
-		if file, err := read(filepath.Join(s.root, name), specFile{}); err == nil {
-			s.known[name] = file
-		}
+		s.known[name] = specFile{file.data, stamp}
 	}
 	slices.Sort(names)
+	there, _ := filepath.Glob(filepath.Join(s.root, Vendor+"-*"+suffix))
+	for _, path := range there {
+		name := filepath.Base(path)
+		if _, ok := s.known[name]; ok || slices.Contains(names, name) {
+			continue
+		}
+		if data, err := os.ReadFile(path); err == nil {
+			s.known[name] = specFile{data: data}
+		}
+	}
 	return names
-}
-
-// read returns the file at path. If it is the file last, unchanged, read does not read its content
-// again.
-func read(path string, last specFile) (specFile, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return specFile{}, err
-	}
-	if last.info != nil && os.SameFile(info, last.info) && changeTime(info) == changeTime(last.info) && info.Size() == last.info.Size() {
-		return last, nil
-	}
-	data, err := os.ReadFile(path)
-	return specFile{data, info}, err
-}
-
-// changeTime returns the file's ctime. Unlike the time of modification, no program can set it back.
-func changeTime(info os.FileInfo) syscall.Timespec {
-	if stat, ok := info.Sys().(*syscall.Stat_t); ok {
-		return stat.Ctim
-	}
-	return syscall.NsecToTimespec(info.ModTime().UnixNano())
 }
 
 // takeRepaired returns the damaged specs that were written again since the last call.

@@ -25,7 +25,6 @@ import (
 	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -290,7 +289,7 @@ func (s *specsFake) WriteBase(edits specs.ContainerEdits) error {
 	return s.set(func() { s.base = string(raw) })
 }
 
-func (s *specsFake) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
+func (s *specsFake) WriteClaim(uid types.UID, devices []specs.Device) error {
 	raw, err := json.Marshal(devices)
 	if err != nil {
 		return err

@@ -316,7 +316,7 @@ func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
 	for i, d := range pl.record.Devices {
 		answer[i] = kubeletplugin.Device{
 			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
-			CDIDeviceIDs: []string{cdi.BaseID(), cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
+			CDIDeviceIDs: []string{cdi.BaseID, cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
 		}
 	}
 	return answer

@@ -141,7 +141,7 @@ func (w *world) testNamesOfOthers(t *testing.T) {
 	u.running("owner")
 	claim := u.claimOf(t, u.namespace, "owner", "gpu")
 	device := claim.Status.Allocation.Devices.Results[0].Device
-	base, theirs := cdi.BaseID(), cdi.ClaimDeviceID(claim.UID, device, nil)
+	base, theirs := cdi.BaseID, cdi.ClaimDeviceID(claim.UID, device, nil)
 	spec := w.on(t, h100, "cat", fmt.Sprintf("/var/run/cdi/k8s.gpu.nvidia.com-claim_%s.json", claim.UID))
 	if !strings.Contains(spec, cdi.ClaimDeviceName(claim.UID, device, nil)) {
 		t.Fatalf("the owner's device is not %s: %s", theirs, spec)

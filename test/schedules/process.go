@@ -20,7 +20,6 @@ import (
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
@@ -233,7 +232,7 @@ func (s specStore) WriteBase(edits specs.ContainerEdits) error {
 	return s.p.do(s.p.ctx, baseWrite, func() error { return s.Specs.WriteBase(edits) }, func() {})
 }
 
-func (s specStore) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
+func (s specStore) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return s.p.do(s.p.ctx, specWrite, func() error { return s.Specs.WriteClaim(uid, devices) },
 		func() { s.p.world.specs.partial(uid) })
 }

@@ -125,12 +125,8 @@ func (s *inMemory) WriteBase(specs.ContainerEdits) error {
 }
 
 // WriteClaim stores a claim's spec.
-func (s *inMemory) WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error {
-	spec := make([]specs.Device, len(devices))
-	for i, d := range devices {
-		spec[i] = specs.Device{Name: d.Name, ContainerEdits: d.Edits}
-	}
-	s.claims[uid] = spec
+func (s *inMemory) WriteClaim(uid types.UID, devices []specs.Device) error {
+	s.claims[uid] = devices
 	return nil
 }
 

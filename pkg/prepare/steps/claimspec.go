@@ -4,8 +4,6 @@ import (
 	"context"
 
 	"tags.cncf.io/container-device-interface/specs-go"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 )
 
 const ClaimSpecKind = "claim-spec"
@@ -36,9 +34,9 @@ func (*ClaimSpec) NeedsHardware() bool { return false }
 func (s *ClaimSpec) Kind() string { return ClaimSpecKind }
 
 func (s *ClaimSpec) Apply(_ context.Context, env *Env) error {
-	devices := make([]cdi.ClaimDevice, len(s.Devices))
+	devices := make([]specs.Device, len(s.Devices))
 	for i, d := range s.Devices {
-		devices[i] = cdi.ClaimDevice{Name: d.Name, Edits: d.Edits}
+		devices[i] = specs.Device{Name: d.Name, ContainerEdits: d.Edits}
 	}
 	return env.Specs.WriteClaim(env.ClaimUID, devices)
 }

@@ -8,7 +8,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -127,7 +126,7 @@ func (NoDaemons) List(context.Context) ([]mps.Status, error) { return nil, errNo
 // Specs stores the CDI specs that the container runtime reads.
 type Specs interface {
 	WriteBase(edits specs.ContainerEdits) error
-	WriteClaim(uid types.UID, devices []cdi.ClaimDevice) error
+	WriteClaim(uid types.UID, devices []specs.Device) error
 	RemoveClaim(uid types.UID) error
 	Claims() ([]types.UID, error)
 }

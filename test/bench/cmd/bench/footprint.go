@@ -97,8 +97,8 @@ func (s *subject) inject(ctx context.Context, samples *report.Samples) error {
 		if err := cache.Refresh(); err != nil {
 			return err
 		}
-		if cache.GetDevice(id) == nil || cache.GetDevice(cdi.BaseID()) == nil {
-			return fmt.Errorf("CDI devices %s and %s are missing", id, cdi.BaseID())
+		if cache.GetDevice(id) == nil || cache.GetDevice(cdi.BaseID) == nil {
+			return fmt.Errorf("CDI devices %s and %s are missing", id, cdi.BaseID)
 		}
 		return nil
 	})

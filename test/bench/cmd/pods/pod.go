@@ -150,8 +150,8 @@ func (m meter) addSpecs(ctx context.Context) error {
 		uid := types.UID(fmt.Sprintf("%08d-0000-4000-8000-000000000000", i))
 		path := fmt.Sprintf("/dev/nvidia%d", i%8)
 		edits := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: path, HostPath: path}}}
-		_, spec, err := cdi.Render(specs.ContainerEdits{}, []cdi.ClaimDevice{
-			{Name: cdi.ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), Edits: edits},
+		_, spec, err := cdi.Render(specs.ContainerEdits{}, []specs.Device{
+			{Name: cdi.ClaimDeviceName(uid, "gpu-0000-1b-00-0", nil), ContainerEdits: edits},
 		})
 		if err != nil {
 			return err
