@@ -37,8 +37,8 @@ const (
 	claimPrefix = Vendor + "-" + claimClass + "_"
 	suffix      = ".json"
 	temporary   = ".tmp-"
-	// ofClaim is the suffix of the temporary file of a claim's spec. It is fixed, because calls for one
-	// claim run one after another in all processes.
+	// ofClaim is the suffix of the temporary file of a claim's spec. It is fixed, because calls for
+	// one claim run one after another in all processes.
 	ofClaim = temporary + "claim"
 )
 
@@ -100,9 +100,9 @@ func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
 	return s.write(baseFile, s.ofBase, baseSpec(edits), true)
 }
 
-// WriteClaim writes the claim's spec. Each device has a name of [ClaimDeviceName], which begins with
-// the claim's UID. The runtime injects a device into any container that names it, so no name may
-// fit two claims.
+// WriteClaim writes the claim's spec. Each device has a name of [ClaimDeviceName], which begins
+// with the claim's UID. The runtime injects a device into any container that names it, so no name
+// may fit two claims.
 func (s *Store) WriteClaim(uid types.UID, devices []specs.Device) error {
 	name, err := claimFile(uid)
 	if err != nil {
