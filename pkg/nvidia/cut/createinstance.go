@@ -61,6 +61,11 @@ func undoneNote(ret nvml.Return) string {
 
 // createCompute creates one compute instance that fills the GPU instance named by r.
 func (c partitioner) createCompute(r request) (*device.Instance, error) {
+	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
+	return in, c.nameUsers(r, err)
+}
+
+func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
 	card, err := c.open(r)
 	if err != nil {
 		return nil, err
@@ -85,6 +90,9 @@ func (c partitioner) createCompute(r request) (*device.Instance, error) {
 		return nil, err
 	}
 	handle, ret := parent.CreateComputeInstance(&whole)
+	if ret == nvml.ERROR_IN_USE {
+		return nil, c.inUseRefusal(r, card, ret)
+	}
 	if ret != nvml.SUCCESS {
 		return nil, c.explain(r, nvmlx.ToError(ret))
 	}

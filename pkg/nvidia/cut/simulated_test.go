@@ -48,6 +48,14 @@ func TestFirstCreateInUseIsRetried(t *testing.T) {
 	nvidiatest.RefusedBy(t, err, pid)
 }
 
+func TestComputeInstanceInUseIsRetried(t *testing.T) {
+	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+	c := s.Changer(partitionsOf(s), 1)
+	c.Mode(true)
+	s.Fault(state.Fault{Kind: state.FaultFail, GPU: 1, Error: uint32(nvml.ERROR_IN_USE)}, "nvmlGpuInstanceCreateComputeInstance", 2)
+	c.Remove(c.Make(14, device.Placement{Start: 2, Size: 2}))
+}
+
 // partitionsOf returns Partitions whose worker processes are the test binary, on the site's GPUs.
 func partitionsOf(s nvidiatest.Site) *Partitions {
 	s.T.Helper()

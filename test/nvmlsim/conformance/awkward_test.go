@@ -2,6 +2,7 @@ package conformance
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -80,5 +81,58 @@ func TestNodeWithoutCapabilityNodes(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(s.deviceFolder(), "nvidia-uvm-tools")); err == nil {
 		t.Error("nvidia-uvm-tools exists")
+	}
+}
+
+func TestTopologySurvivesReset(t *testing.T) {
+	for _, stays := range []bool{false, true} {
+		t.Run(fmt.Sprint(stays), func(t *testing.T) {
+			node := manyOf(t, "h100-sxm5-80gb", 1)
+			node.TopologyStays = stays
+			w := newWorld(t, node).onHost()
+			library := initialize(t)
+			device := devices(t, library)[0]
+			setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+			create(t, device, 9, 4, 4)
+			want(t, "shutdown", library.Shutdown(), nvml.SUCCESS)
+			w.must(w.state.Reset(0, false))
+			mode, instances := nvml.DEVICE_MIG_DISABLE, 0
+			if stays {
+				mode, instances = nvml.DEVICE_MIG_ENABLE, 1
+			}
+			device = devices(t, initialize(t))[0]
+			expectMode(t, device, mode, mode)
+			if stays {
+				there, ret := device.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: 9, InstanceCount: 7})
+				want(t, "list", ret, nvml.SUCCESS)
+				if len(there) != instances {
+					t.Errorf("%d instances, want %d", len(there), instances)
+				}
+			}
+		})
+	}
+}
+
+// nvml.h: without the privilege a process gets only the events of the whole GPU. The privilege is
+// access to the capability of the instance, or to one that covers all instances.
+func TestEventsOfInstancesNeedPrivilege(t *testing.T) {
+	w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 1))
+	w.give("nvidia-caps/nvidia-cap2")
+	library := initialize(t)
+	device := devices(t, library)[0]
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+	create(t, device, 9, 4, 4)
+	for _, privileged := range []bool{true, false} {
+		if !privileged {
+			w.take("nvidia-caps/nvidia-cap2")
+		}
+		set := listen(t, library, device, nvml.EventTypeXidCriticalError)
+		w.must(w.state.XIDOn(0, 2, 0, 94))
+		w.must(w.state.XID(0, 79))
+		data, ret := set.Wait(1000)
+		want(t, "wait", ret, nvml.SUCCESS)
+		if privileged != (data.EventData == 94) {
+			t.Errorf("privileged: %v: the first event is XID %d", privileged, data.EventData)
+		}
 	}
 }

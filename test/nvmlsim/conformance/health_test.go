@@ -25,7 +25,7 @@ func listen(t *testing.T, library nvml.Interface, device nvml.Device, types uint
 
 // An XID on a MIG instance must name the MIG instance. Any other XID must name none.
 func TestXIDNamesItsInstance(t *testing.T) {
-	w := newWorld(t, readNode(t, "dgx-h100"))
+	w := newWorld(t, readNode(t, "dgx-h100")).onHost()
 	library := initialize(t)
 	device := devices(t, library)[4]
 	set := listen(t, library, device, nvml.EventTypeXidCriticalError)

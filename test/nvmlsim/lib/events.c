@@ -147,6 +147,10 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
         const struct registration *wanted = &set->registrations[event.gpu];
         if (!(wanted->types & event.type) || event.seq <= wanted->since)
             continue;
+        const struct nvmlsim_gpu *gpu = sim_gpu_at(event.gpu);
+        bool of_instance = event.gpu_instance < NVMLSIM_GPU_INSTANCES;
+        if (of_instance && !sim_gi_visible(gpu, event.gpu_instance))
+            continue; /* nvml.h: a process without the privilege gets only events of the whole GPU */
         memset(data, 0, sizeof *data);
         data->device = sim_gpu_handle(event.gpu);
         data->eventType = event.type;

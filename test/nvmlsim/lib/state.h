@@ -128,6 +128,8 @@ struct nvmlsim_header {
     uint32_t no_capability_nodes;   /* 1: NVML creates no device nodes for MIG instances */
     uint32_t settings_stay;         /* 1: a GPU that no process has open keeps its time slice and compute mode */
     uint32_t conf_compute;          /* enum nvmlsim_conf_compute */
+    uint32_t topology_stays;        /* 1: MIG mode and instances survive a reset and a driver load */
+    uint32_t reserved_switches;
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
 };
 

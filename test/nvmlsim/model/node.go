@@ -40,6 +40,9 @@ type Node struct {
 	// SettingsStay keeps the time slice and the compute mode of a GPU that no process has open, even
 	// without persistence mode.
 	SettingsStay bool `json:"settingsStay,omitempty"`
+	// TopologyStays keeps MIG mode and instances over a reset and a driver load. A reboot removes
+	// them.
+	TopologyStays bool `json:"topologyStays,omitempty"`
 	// ConfidentialComputing is "", notReady or ready. While it is notReady, the GPUs accept no work.
 	ConfidentialComputing string `json:"confidentialComputing,omitempty"`
 	// AttachCost is how long the driver takes to open a closed GPU; it opens GPUs one after another.

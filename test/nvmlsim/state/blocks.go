@@ -30,6 +30,7 @@ func (h *Header) blocks(n *model.Node) {
 	h.CreateInUse = flag(n.CreateInUse)
 	h.NoCapabilityNodes = flag(n.NoCapabilityNodes)
 	h.SettingsStay = flag(n.SettingsStay)
+	h.TopologyStays = flag(n.TopologyStays)
 	h.ConfCompute = uint32(confComputeOf(n.ConfidentialComputing))
 }
 

@@ -113,10 +113,17 @@ func (m *Model) Profile(id uint32) (*Profile, bool) {
 }
 
 // resetMIG removes the GPU's MIG instances, as a reset does. A GPU that needs a reset to change its
-// MIG mode then takes its pending mode; any other GPU leaves MIG mode.
+// MIG mode then takes its pending mode; any other GPU leaves MIG mode. With TopologyStays a GPU in
+// MIG mode keeps the mode and its instances.
 func (f *File) resetMIG(gpu int) {
 	g := f.GPU(gpu)
 	if g.Virtualization == vGPUGuest { // only the host changes the MIG instances of a guest
+		return
+	}
+	for i := range g.Processes {
+		atomic.StoreUint64(&g.Processes[i], 0)
+	}
+	if f.Header().TopologyStays != 0 && g.MIGCurrent != 0 && g.MIGPending != 0 {
 		return
 	}
 	for id := range g.Instances {
@@ -124,9 +131,6 @@ func (f *File) resetMIG(gpu int) {
 			atomic.StoreUint64(&g.ComputeInstances[id][ci], 0)
 		}
 		atomic.StoreUint64(&g.Instances[id], 0)
-	}
-	for i := range g.Processes {
-		atomic.StoreUint64(&g.Processes[i], 0)
 	}
 	if f.Model(int(g.Model)).MIGNeedsReset == 0 {
 		atomic.StoreUint32(&g.MIGPending, 0)

@@ -73,6 +73,8 @@ type Header struct {
 	NoCapabilityNodes   uint32 `c:"no_capability_nodes"`
 	SettingsStay        uint32 `c:"settings_stay"`
 	ConfCompute         uint32 `c:"conf_compute"`
+	TopologyStays       uint32 `c:"topology_stays"`
+	ReservedSwitches    uint32 `c:"reserved_switches"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
 }
 
