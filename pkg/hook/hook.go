@@ -30,9 +30,9 @@ const stale = time.Minute
 // concurrent use.
 type Hook struct {
 	source, target string
-	// copy is the path of this Hook's unfinished copy. It is random because several plugin instances
-	// may install at once, and stays the same so that an error that lasts has the same text each time.
-	copy string
+	// temporary is the path of an unfinished copy. It is random because several plugin instances may
+	// install at once, and stays the same so that an error that lasts has the same text each time.
+	temporary string
 	// identical are the stamps that source and target had when their bytes were equal. While the
 	// stamps stay equal, Install does not read the large files again.
 	identical [2]durable.Stamp
@@ -41,7 +41,7 @@ type Hook struct {
 // New returns a Hook. source is the path in the image. target is the path on the host, at which the
 // plugin sees the file too.
 func New(source, target string) *Hook {
-	return &Hook{source: source, target: target, copy: copyPrefix(target) + rand.Text()}
+	return &Hook{source: source, target: target, temporary: copyPrefix(target) + rand.Text()}
 }
 
 // Install copies the program to its target. changed is false if the target was already equal and
@@ -169,17 +169,17 @@ func (h *Hook) replace() error {
 		return err
 	}
 	defer func() { _ = from.Close() }()
-	to, err := os.OpenFile(h.copy, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o700)
+	to, err := os.OpenFile(h.temporary, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o700)
 	if err != nil {
 		return err
 	}
 	_, err = io.Copy(to, from)
 	err = errors.Join(err, to.Chmod(0o755), to.Sync(), to.Close())
 	if err == nil {
-		err = os.Rename(h.copy, h.target)
+		err = os.Rename(h.temporary, h.target)
 	}
 	if err != nil {
-		_ = os.Remove(h.copy)
+		_ = os.Remove(h.temporary)
 	}
 	return err
 }
