@@ -82,3 +82,27 @@ func TestRevertedFormChangeKeepsAllocatedDevice(t *testing.T) {
 		})
 	}
 }
+
+// When the last partitions of the node are gone, its other GPU loses its counters, and a claim is
+// allocated this GPU. When the partitions come back, the GPU must stay without counters.
+func TestRevertedChangeOfAnotherGPUKeepsAllocatedDevice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "static,GPU-1=dynamic")
+		n.setPolicy(t, "static")
+		for range 10 {
+			n.publish(t)
+			if len(n.publishedDevices()[gpuName].ConsumesCounters) == 0 {
+				break
+			}
+			<-time.After(allocationPoll)
+		}
+		allocated := n.publishedDevices()
+		n.claims[gpuName] = "team/quick"
+		n.setPolicy(t, "static,GPU-1=dynamic")
+		for range 3 {
+			n.publish(t)
+			<-time.After(allocationPoll)
+		}
+		checkAllocatedUnchanged(t, n.claims, allocated, n.publishedDevices())
+	})
+}
