@@ -167,7 +167,7 @@ func claimObject(uid types.UID) kubeletplugin.NamespacedObject {
 func (w *statusFixture) lose(device, reason string) {
 	w.status.BeginComparison()
 	w.status.EndComparison(w.Context(), &prepare.LostError{
-		Claim: "user/claim", UID: "1", Device: device, GPU: device, Reason: errors.New(reason)})
+		Claim: "user/claim", UID: "1", Device: device, Reason: errors.New(reason)})
 }
 
 // failWrites makes the next n writes of the claim's status fail with err.

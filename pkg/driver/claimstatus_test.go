@@ -11,13 +11,17 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // The status of a claim that is released before its status was written must not be written. Its
 // next Pod may prepare it again, and then its status is written.
 func TestReleasedClaimGetsNoStatus(t *testing.T) {
 	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	d, err := New(t.Context(), n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
+		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

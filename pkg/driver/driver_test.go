@@ -30,6 +30,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // node is a simulated node: a temporary directory, and a driver with a fake API server and fake
@@ -39,8 +40,7 @@ type node struct {
 	client *fake.Clientset
 	probe  *Probe
 	stop   func() error
-	// partitions fakes the interface that changes GPUs. If it is nil, the driver offers whole GPUs
-	// only.
+	// partitions fakes the interface that changes GPUs.
 	partitions steps.Partitions
 
 	mu   sync.Mutex
@@ -108,7 +108,7 @@ func newNode(t *testing.T) *node {
 	if err := client.Tracker().Add(daemonSet()); err != nil {
 		t.Fatal(err)
 	}
-	n := &node{cfg: cfg, client: client, probe: NewProbe()}
+	n := &node{cfg: cfg, client: client, probe: NewProbe(), partitions: preparetest.NoPartitions{}}
 	n.setHardware("driver", twoGPUs)
 	return n
 }
@@ -396,7 +396,10 @@ func TestMissingHookBlocksPrepareAndPublishing(t *testing.T) {
 
 func TestFatalBackgroundErrorEndsRun(t *testing.T) {
 	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	d, err := New(t.Context(), n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
+		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,6 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // healthNode is a simulated node with a fake hardware watcher. The test sends the watcher's
@@ -49,7 +50,7 @@ func (n *healthNode) startPlugin(t *testing.T) {
 	n.metrics = metrics.New("test")
 	n.probe = NewProbe()
 	d, err := New(ctx, n.cfg, Parts{
-		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: n.metrics,
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: preparetest.NoPartitions{}, Metrics: n.metrics,
 		Watch: func(ctx context.Context, tell func(device.Signal)) error {
 			n.mu.Lock()
 			n.emit = tell
@@ -435,7 +436,10 @@ func TestAdminSetsEffectsAndRules(t *testing.T) {
 		func(c *config.Config) { c.HealthEffects = "x" }, func(c *config.Config) { c.XIDRules = "x" }} {
 		other := newNode(t)
 		wrong(other.cfg)
-		parts := Parts{Client: other.client, StatusClient: other.client, Hardware: other.hardware(), Metrics: metrics.New("test")}
+		parts := Parts{
+			Client: other.client, StatusClient: other.client, Hardware: other.hardware(),
+			Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+		}
 		if _, err := New(t.Context(), other.cfg, parts); err == nil {
 			t.Error("an invalid setting is accepted")
 		}

@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // lostDeviceNode is a simulated node whose driver does not reconcile by itself. The test supplies
@@ -32,7 +33,10 @@ type lostDeviceNode struct {
 func newLostDeviceNode(t *testing.T) *lostDeviceNode {
 	t.Helper()
 	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	d, err := New(t.Context(), n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
+		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +95,7 @@ func (l *lostDeviceNode) unprepareClaim(c *resourceapi.ResourceClaim) {
 func lostError(c *resourceapi.ResourceClaim) *prepare.LostError {
 	device := c.Status.Allocation.Devices.Results[0].Device
 	return &prepare.LostError{
-		Claim: c.Namespace + "/" + c.Name, UID: c.UID, Device: device, GPU: device, Reason: errors.New("the device is gone"),
+		Claim: c.Namespace + "/" + c.Name, UID: c.UID, Device: device, Reason: errors.New("the device is gone"),
 	}
 }
 

@@ -27,6 +27,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // fakeCRI fakes a container runtime. cdiOff switches off its CDI support.
@@ -284,7 +285,10 @@ func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
 
 func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	n := newNode(t)
-	d, err := New(t.Context(), n.cfg, Parts{Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+	d, err := New(t.Context(), n.cfg, Parts{
+		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
+		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 // stalledServer returns a client of a fake API server that accepts connections and never answers.
@@ -43,7 +44,10 @@ func TestUnprepareIsServedWhileAPIServerStalls(t *testing.T) {
 	done := make(chan error, 1)
 	began := time.Now()
 	go func() {
-		d, err := New(ctx, n.cfg, Parts{Client: client, StatusClient: client, Hardware: n.hardware(), Metrics: metrics.New("test")})
+		d, err := New(ctx, n.cfg, Parts{
+			Client: client, StatusClient: client, Hardware: n.hardware(),
+			Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+		})
 		if err == nil {
 			err = d.Run(ctx, n.probe)
 		}

@@ -48,10 +48,7 @@ func transactionOptions(
 	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares shareTotals,
 	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports,
 ) prepare.Options {
-	node.Partitions = steps.NoPartitions{}
-	if parts.Partitions != nil {
-		node.Partitions = parts.Partitions
-	}
+	node.Partitions = parts.Partitions
 	paths := Paths(cfg)
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,

@@ -84,7 +84,7 @@ type Parts struct {
 	// it would use up the request rate that Prepare needs.
 	StatusClient kubernetes.Interface
 	Hardware     inventory.Hardware
-	// Partitions changes GPUs and their partitions. If it is nil, the driver offers whole GPUs only.
+	// Partitions changes GPUs and their partitions.
 	Partitions steps.Partitions
 	// Supervisor starts and stops MPS control daemons. If it is nil, New uses the supervisor that runs
 	// on this node.

@@ -40,13 +40,7 @@ func (e *CapacityError) Error() string {
 		asked, e.InUse.String(), strings.Join(names, ", "))
 }
 
-func (e *CapacityError) blockers() []blockingClaim {
-	holders := make([]blockingClaim, len(e.Holders))
-	for i, h := range e.Holders {
-		holders[i] = blockingClaim{h.UID, h.Namespace + "/" + h.Name}
-	}
-	return holders
-}
+func (e *CapacityError) blockers() []checkpoint.HolderClaim { return e.Holders }
 
 // checkCapacity returns an error if device i has too little capacity for this claim's shares and
 // those of the claims in holders. The scheduler checks this too, but regards a share as free once
@@ -63,7 +57,7 @@ func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
 		for _, h := range holders {
 			if q, takes := consumedBy(h, d.Device)[name]; takes {
 				full.InUse.Add(q)
-				full.Holders = append(full.Holders, checkpoint.HolderClaim{UID: h.ClaimUID, Namespace: h.Namespace, Name: h.Name})
+				full.Holders = append(full.Holders, holderClaim(h))
 			}
 		}
 		sum := full.InUse.DeepCopy()

@@ -44,7 +44,7 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 			if !conflicts && !e.Inexact() {
 				continue
 			}
-			refusal := &InUseError{Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, Conflict: conflict}
+			refusal := &InUseError{Request: d.Request, Device: d.Device, Holder: checkpoint.HolderClaim{UID: e.ClaimUID}, Conflict: conflict}
 			holder, found, err := p.node.Records.Load(e.ClaimUID)
 			if err == nil && e.Inexact() {
 				if refusal.Conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices()); !conflicts {
@@ -54,7 +54,7 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 			if err != nil {
 				refusal.Unreadable = err
 			} else if found {
-				refusal.Claim = holder.Namespace + "/" + holder.Name
+				refusal.Holder = holderClaim(holder)
 				refusal.Leaving = holder.State == checkpoint.Reverting
 			}
 			return cause.Wrap(cause.Held, refusal)
@@ -81,8 +81,8 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 			}
 		case found && sharesDifferently(d, holder):
 			return cause.Wrap(cause.Held, &InUseError{
-				Request: d.Request, Device: d.Device, GPU: d.GPU, UID: e.ClaimUID, SharedDifferently: true,
-				Claim: holder.Namespace + "/" + holder.Name, Leaving: holder.State == checkpoint.Reverting,
+				Request: d.Request, Device: d.Device, Holder: holderClaim(holder), SharedDifferently: true,
+				Leaving: holder.State == checkpoint.Reverting,
 			})
 		case found:
 			holders = append(holders, holder)
@@ -92,6 +92,10 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 		return nil
 	}
 	return pl.checkCapacity(i, holders)
+}
+
+func holderClaim(r checkpoint.Record) checkpoint.HolderClaim {
+	return checkpoint.HolderClaim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name}
 }
 
 // checkUnreadableShare refuses the share d because it is unknown how much of the device the claim
@@ -104,7 +108,8 @@ func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unre
 		return nil
 	}
 	return cause.Wrap(cause.Held, &InUseError{
-		Request: d.Request, Device: d.Device, GPU: d.GPU, UID: uid, SharedDifferently: !alike, Unreadable: unreadable,
+		Request: d.Request, Device: d.Device, Holder: checkpoint.HolderClaim{UID: uid}, SharedDifferently: !alike,
+		Unreadable: unreadable,
 	})
 }
 
@@ -151,25 +156,19 @@ func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.Reso
 // these claims was unprepared.
 type conflictError interface {
 	error
-	blockers() []blockingClaim
-}
-
-// blockingClaim is a claim that must be unprepared before another claim can be prepared.
-type blockingClaim struct {
-	uid  types.UID
-	name string
+	blockers() []checkpoint.HolderClaim
 }
 
 // waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
 // returns false if ctx ends or the plugin stops first, or if the record of one of these claims
 // cannot be read.
-func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim) bool {
+func (p *Preparer) waitForUnprepare(ctx context.Context, holders []checkpoint.HolderClaim) bool {
 	if len(holders) == 0 || ctx.Err() != nil {
 		return false
 	}
 	names := make([]string, len(holders))
 	for i, h := range holders {
-		names[i] = h.name
+		names[i] = h.Namespace + "/" + h.Name
 	}
 	klog.FromContext(ctx).Info("Waiting for another claim to be unprepared", "claims", names)
 	poll := time.NewTicker(conflictPoll)
@@ -183,7 +182,7 @@ func (p *Preparer) waitForUnprepare(ctx context.Context, holders []blockingClaim
 		case <-poll.C:
 		}
 		for _, h := range holders {
-			if _, found, err := p.node.Records.Load(h.uid); err != nil || !found {
+			if _, found, err := p.node.Records.Load(h.UID); err != nil || !found {
 				return err == nil
 			}
 		}

@@ -197,7 +197,7 @@ func (req *deviceRequest) findIntact(d checkpoint.Device, instances []device.Ins
 // markLost returns a LostError for the device d. It also removes the claim's spec, so that no
 // container gets another device instead of the lost one.
 func (p *Preparer) markLost(pl *plan, d checkpoint.Device, reason error) error {
-	lost := &LostError{Claim: pl.record.Namespace + "/" + pl.record.Name, UID: pl.record.ClaimUID, Device: d.Device, GPU: d.GPU,
+	lost := &LostError{Claim: pl.record.Namespace + "/" + pl.record.Name, UID: pl.record.ClaimUID, Device: d.Device,
 		Reason: reason}
 	return cause.Wrap(cause.Device, errors.Join(lost, p.node.Specs.RemoveClaim(pl.record.ClaimUID)))
 }

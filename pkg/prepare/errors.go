@@ -4,6 +4,8 @@ import (
 	"fmt"
 
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 )
 
 // InUseError refuses a device because another claim uses this device, or a device that cannot exist
@@ -11,14 +13,11 @@ import (
 type InUseError struct {
 	Request string
 	Device  string
-	GPU     string
 	// Conflict is the device that the other claim uses. It is Device itself, or a device that cannot
 	// exist together with Device. It is empty if the other claim's record cannot be read.
 	Conflict string
-	UID      types.UID
-	// Claim is the namespace and name of the other claim. It is empty if that claim's record cannot be
-	// read.
-	Claim string
+	// Holder is the other claim. Its namespace and name are empty if its record cannot be read.
+	Holder checkpoint.HolderClaim
 	// Leaving means that the other claim is being unprepared.
 	Leaving bool
 	// SharedDifferently means that one of the two claims has shares of the device with limited memory,
@@ -31,17 +30,17 @@ type InUseError struct {
 // blockers returns the other claim, for which Prepare waits. It returns none if waiting cannot
 // help: the other claim's record is unreadable, or the two claims share the device in different
 // ways.
-func (e *InUseError) blockers() []blockingClaim {
+func (e *InUseError) blockers() []checkpoint.HolderClaim {
 	if e.SharedDifferently || e.Unreadable != nil {
 		return nil
 	}
-	return []blockingClaim{{e.UID, e.Claim}}
+	return []checkpoint.HolderClaim{e.Holder}
 }
 
 func (e *InUseError) Error() string {
-	claim := "claim " + e.Claim + " (UID " + string(e.UID) + ")"
-	if e.Claim == "" {
-		claim = "the claim with UID " + string(e.UID) + ", whose record cannot be read"
+	claim := "claim " + e.Holder.String()
+	if e.Holder.Name == "" {
+		claim = "the claim with UID " + string(e.Holder.UID) + ", whose record cannot be read"
 		if e.Unreadable != nil {
 			claim += " (" + e.Unreadable.Error() + ")"
 		}
@@ -67,7 +66,6 @@ type LostError struct {
 	Claim  string
 	UID    types.UID
 	Device string
-	GPU    string
 	// Reason is why the driver cannot recreate the device.
 	Reason error
 }

@@ -45,15 +45,9 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
-	if known && !pl.matchesSharing(asked) {
-		logger.Info("Preparing claim anew: its sharing configuration changed", "devices", deviceNames(old.Devices))
-		return false, p.revertOld(ctx, old)
-	}
-	if !known {
-		// Another version of the driver recorded other steps than this version would. The revert covers
-		// all of them: if this version does not know a step, the revert returns an error that names the
-		// step.
-		logger.Info("Preparing claim anew: another version of the driver prepared it with other steps")
+	if !known || !pl.matchesSharing(asked) {
+		logger.Info("Preparing claim anew: its sharing configuration changed, or another version of the driver recorded other steps",
+			"devices", deviceNames(old.Devices))
 		return false, p.revertOld(ctx, old)
 	}
 	// The answer to the kubelet relies on the record. A killed process may have written it without
@@ -221,8 +215,9 @@ func replacedError(d checkpoint.Device, now string) error {
 // sameDevice reports whether old and now are the same device of the allocation. It ignores GPU
 // UUIDs: a replaced card is no change of the allocation.
 func sameDevice(old, now checkpoint.Device) bool {
+	sameCapacity := maps.EqualFunc(old.ConsumedCapacity, now.ConsumedCapacity, func(a, b resource.Quantity) bool { return a.Equal(b) })
 	return old.Request == now.Request && old.Pool == now.Pool && old.Device == now.Device && old.AdminAccess == now.AdminAccess &&
-		ptr.Equal(old.ShareID, now.ShareID) && maps.EqualFunc(old.ConsumedCapacity, now.ConsumedCapacity, func(a, b resource.Quantity) bool { return a.Equal(b) })
+		ptr.Equal(old.ShareID, now.ShareID) && sameCapacity
 }
 
 // sameSteps reports whether the record already has these steps. It ignores fields that this version

@@ -29,10 +29,10 @@ type Transaction struct {
 // observer, no edits.
 func New(o prepare.Options) Transaction {
 	if o.Node.Partitions == nil {
-		o.Node.Partitions = steps.NoPartitions{}
+		o.Node.Partitions = NoPartitions{}
 	}
 	if o.Node.MPS == nil {
-		o.Node.MPS = steps.NoDaemons{}
+		o.Node.MPS = NoDaemons{}
 	}
 	if o.Observer == nil {
 		o.Observer = &Observer{}

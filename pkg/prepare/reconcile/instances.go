@@ -73,8 +73,5 @@ func (rec *Reconciler) Adopt(ctx context.Context, card device.Card, gpu string) 
 		klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
 			"gpu", gpu, "instance", steps.DescribeInstances(in))
 	}
-	if err := errors.Join(errs...); err != nil {
-		return cause.OrStep(err)
-	}
-	return nil
+	return cause.OrStep(errors.Join(errs...))
 }

@@ -52,10 +52,7 @@ func (rec *Reconciler) yieldModeToAdmin(gpu string, instances []device.Instance)
 	if err != nil || len(ours) == len(instances) {
 		return err
 	}
-	if err := rec.node.Records.Unmark(gpu); err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	return nil
+	return cause.Wrap(cause.Record, rec.node.Records.Unmark(gpu))
 }
 
 // clearStaleMarks removes the marks "this driver enabled MIG mode" of GPUs whose MIG mode is off.
@@ -106,10 +103,7 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 	} else if err == nil {
 		err = rec.node.Records.Unmark(name)
 	}
-	if err != nil {
-		return cause.OrStep(err)
-	}
-	return nil
+	return cause.OrStep(err)
 }
 
 func (rec *Reconciler) modeIsOurs(gpu string) (bool, error) {

@@ -23,44 +23,10 @@ type Partitions interface {
 	CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error)
 	CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error)
 	Destroy(ctx context.Context, card device.Card, in device.Instance) error
-	Settings
-}
-
-// NoPartitions implements Partitions for a Preparer that was created without it. Every call fails.
-type NoPartitions struct{}
-
-var errNoPartitions = errors.New("this node offers whole GPUs only: partitions and sharing are switched off")
-
-func (NoPartitions) Look(context.Context, device.Card) (device.CardState, error) {
-	return device.CardState{}, errNoPartitions
-}
-
-func (NoPartitions) SetMode(context.Context, device.Card, bool) (device.CardState, error) {
-	return device.CardState{}, errNoPartitions
-}
-
-func (NoPartitions) CreateInstance(context.Context, device.Card, uint32, device.Placement) (device.Instance, error) {
-	return device.Instance{}, errNoPartitions
-}
-
-func (NoPartitions) CreateCompute(context.Context, device.Card, uint32) (device.Instance, error) {
-	return device.Instance{}, errNoPartitions
-}
-
-func (NoPartitions) Destroy(context.Context, device.Card, device.Instance) error {
-	return errNoPartitions
-}
-
-func (NoPartitions) SetComputeMode(context.Context, device.Card, device.ComputeMode) error {
-	return errNoPartitions
-}
-
-func (NoPartitions) TimeSlice(context.Context, device.Card) (device.TimeSlice, error) {
-	return 0, errNoPartitions
-}
-
-func (NoPartitions) SetTimeSlice(context.Context, device.Card, device.TimeSlice) error {
-	return errNoPartitions
+	// SetComputeMode sets the compute mode. It changes nothing if the GPU already has this mode.
+	SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error
+	TimeSlice(ctx context.Context, card device.Card) (device.TimeSlice, error)
+	SetTimeSlice(ctx context.Context, card device.Card, slice device.TimeSlice) error
 }
 
 // isRefusal reports whether err means that the hardware refused the call and changed nothing. After
@@ -103,25 +69,6 @@ type Daemons interface {
 
 // daemonTime limits the start or stop of a daemon. Either takes milliseconds unless the GPU hangs.
 const daemonTime = 20 * time.Second
-
-// Settings changes how processes share a GPU: its compute mode and its time slice.
-type Settings interface {
-	// SetComputeMode sets the compute mode. It changes nothing if the GPU already has this mode.
-	SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error
-	TimeSlice(ctx context.Context, card device.Card) (device.TimeSlice, error)
-	SetTimeSlice(ctx context.Context, card device.Card, slice device.TimeSlice) error
-}
-
-// NoDaemons implements Daemons for a Preparer without an MPS supervisor. Every call fails.
-type NoDaemons struct{}
-
-var errNoDaemons = &mps.NotRunningError{Socket: "none", Err: errors.New("the plugin was started without an MPS supervisor")}
-
-func (NoDaemons) Start(context.Context, mps.Daemon) error { return errNoDaemons }
-
-func (NoDaemons) Stop(context.Context, string) error { return errNoDaemons }
-
-func (NoDaemons) List(context.Context) ([]mps.Status, error) { return nil, errNoDaemons }
 
 // Specs stores the CDI specs that the container runtime reads.
 type Specs interface {

@@ -26,15 +26,8 @@ type Shared struct {
 	// Want is the wrapped step as this claim would apply it if it came first.
 	Want checkpoint.Step `json:"want"`
 
-	// state is the state that all claims with this key share, as it was last read from the file.
-	state sharedState
-}
-
-var _ Creator = &Shared{}
-
-// sharedState is what all claims that share a step have in common: the applied step and the list of
-// the claims.
-type sharedState struct {
+	// step is the step that all claims with this key share, and holder the file that lists the claims,
+	// as it was last read. They are not part of the claim's record.
 	step   Sharable
 	holder checkpoint.Holder
 	// fresh means that the step is not applied in this boot: either no claim shares it, or its claims
@@ -42,11 +35,13 @@ type sharedState struct {
 	fresh bool
 }
 
+var _ Creator = &Shared{}
+
 // NewShared wraps a step so that claims can share it. The key consists of the parameter "of",
 // which is the name of a GPU, partition or daemon, and the step's kind.
 func NewShared(of string, gpus []string, step Sharable) (*Shared, error) {
 	stored, err := encodeStep(step)
-	return &Shared{Key: SharedKey(of, step.Kind()), GPUs: gpus, Want: stored, state: sharedState{step: step, fresh: true}}, err
+	return &Shared{Key: SharedKey(of, step.Kind()), GPUs: gpus, Want: stored, step: step, fresh: true}, err
 }
 
 // SharedKey is the inverse of SplitKey.
@@ -71,7 +66,7 @@ func (s *Shared) Partition() string {
 
 // MIG implements [Creator].
 func (s *Shared) MIG() *MIGInstance {
-	m, _ := s.state.step.(*MIGInstance)
+	m, _ := s.step.(*MIGInstance)
 	return m
 }
 
@@ -81,7 +76,7 @@ func (s *Shared) Load(records *checkpoint.Store, bootID string) error {
 		return s.unreadableError(err)
 	}
 	if _, creates := AsCreator(s); creates && s.MIG() == nil {
-		return wrongKindError(s.Key, s.state.step)
+		return wrongKindError(s.Key, s.step)
 	}
 	return nil
 }
@@ -93,12 +88,12 @@ func wrongKindError(key string, step Sharable) error {
 
 // Recreate implements [Creator]. It also saves the new partition in the file of the shared step.
 func (s *Shared) Recreate(ctx context.Context, env *Env, ready func(*MIGInstance) error) error {
-	s.state.holder.State = checkpoint.Applying
-	if err := s.MIG().Recreate(ctx, s.state.stepEnv(env), ready); err != nil {
+	s.holder.State = checkpoint.Applying
+	if err := s.MIG().Recreate(ctx, s.stepEnv(env), ready); err != nil {
 		return err
 	}
-	s.state.holder.State = checkpoint.Applied
-	return s.state.save(env)
+	s.holder.State = checkpoint.Applied
+	return s.save(env)
 }
 
 // Wants reports whether both steps are the same shared setting, partition or daemon with the same
@@ -115,18 +110,18 @@ func (s *Shared) wantedStep() (Sharable, error) { return decodeSharable(s.Want) 
 // load reads from the file what the claims that share the step have in common. If there is no file
 // of this boot, load makes a fresh state with the step as this claim wants it.
 func (s *Shared) load(records *checkpoint.Store, bootID string) error {
-	s.state = sharedState{}
+	s.step, s.holder, s.fresh = nil, checkpoint.Holder{}, false
 	h, found, err := records.Holder(s.Key)
 	if err != nil {
 		return err
 	}
 	if !found || h.BootID != bootID {
-		s.state.fresh, s.state.holder = true, checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}
-		s.state.step, err = s.wantedStep()
+		s.fresh, s.holder = true, checkpoint.Holder{Key: s.Key, GPUs: s.GPUs, State: checkpoint.Applying, BootID: bootID}
+		s.step, err = s.wantedStep()
 		return err
 	}
-	s.state.holder = h
-	s.state.step, err = StepOf(h)
+	s.holder = h
+	s.step, err = StepOf(h)
 	return err
 }
 
@@ -136,48 +131,47 @@ func (s *Shared) Apply(ctx context.Context, env *Env) error {
 	if err := s.Load(env.Records, env.BootID); err != nil {
 		return err
 	}
-	state := &s.state
-	if err := s.agree(ctx, env, state); err != nil {
+	if err := s.agree(ctx, env); err != nil {
 		return err
 	}
-	joined := !state.holder.HeldBy(env.ClaimUID)
+	joined := !s.holder.HeldBy(env.ClaimUID)
 	if joined {
-		state.holder.Claims = append(state.holder.Claims,
+		s.holder.Claims = append(s.holder.Claims,
 			checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
 	}
-	if joined && state.isApplied() {
-		if err := state.save(env); err != nil {
+	if joined && s.isApplied() {
+		if err := s.save(env); err != nil {
 			return err
 		}
 	}
-	return env.Pass.once(s.Key, func() error { return state.applyOrMaintain(ctx, env) })
+	return env.Pass.once(s.Key, func() error { return s.applyOrMaintain(ctx, env) })
 }
 
 // agree returns an error if this claim wants another value than the claims that already share the
 // step. If no other claim shares it, agree reverts the old value, so that the new one can be
 // applied.
-func (s *Shared) agree(ctx context.Context, env *Env, state *sharedState) error {
+func (s *Shared) agree(ctx context.Context, env *Env) error {
 	want, err := s.wantedStep()
-	if err != nil || state.fresh || want.describe() == state.step.describe() {
+	if err != nil || s.fresh || want.describe() == s.step.describe() {
 		return err
 	}
-	if others := state.holder.Others(env.ClaimUID); len(others) > 0 {
+	if others := s.holder.Others(env.ClaimUID); len(others) > 0 {
 		return cause.Errorf(cause.Held, "the claim wants %s, but %s is set for %s: ask for the same, or wait until the last Pod of every such "+
 			"claim has ended on this node",
-			want.describe(), state.step.describe(), listClaims(others))
+			want.describe(), s.step.describe(), listClaims(others))
 	}
-	if err := state.step.Revert(ctx, state.stepEnv(env)); err != nil {
+	if err := s.step.Revert(ctx, s.stepEnv(env)); err != nil {
 		return err
 	}
-	state.step, state.holder.Step, state.fresh = want, checkpoint.Step{}, true
+	s.step, s.holder.Step, s.fresh = want, checkpoint.Step{}, true
 	return nil
 }
 
-func (s *sharedState) isApplied() bool { return !s.fresh && s.holder.State == checkpoint.Applied }
+func (s *Shared) isApplied() bool { return !s.fresh && s.holder.State == checkpoint.Applied }
 
 // applyOrMaintain calls maintain of the wrapped step if the step is already applied, and Apply
 // otherwise.
-func (s *sharedState) applyOrMaintain(ctx context.Context, env *Env) error {
+func (s *Shared) applyOrMaintain(ctx context.Context, env *Env) error {
 	own := s.stepEnv(env)
 	if s.isApplied() {
 		return s.step.maintain(ctx, own)
@@ -197,23 +191,20 @@ func (s *sharedState) applyOrMaintain(ctx context.Context, env *Env) error {
 
 // stepEnv returns the environment in which the wrapped step runs. Its Journal saves the shared file
 // instead of the claim's record.
-func (s *sharedState) stepEnv(env *Env) *Env {
+func (s *Shared) stepEnv(env *Env) *Env {
 	own := *env
 	own.EarlierBoot = false
 	own.Journal = func() error { return s.save(env) }
 	return &own
 }
 
-func (s *sharedState) save(env *Env) error {
+func (s *Shared) save(env *Env) error {
 	stored, err := encodeStep(s.step)
 	if err == nil {
 		s.holder.Step = stored
 		err = env.Records.SaveHolder(s.holder)
 	}
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	return nil
+	return cause.Wrap(cause.Record, err)
 }
 
 // Revert removes the claim from those that share the step. If no other claim is left, Revert also
@@ -234,10 +225,7 @@ func (s *Shared) Revert(ctx context.Context, env *Env) error {
 	// and been killed before the change was durable.
 	if len(others) > 0 || !h.HeldBy(env.ClaimUID) {
 		h.Claims = others
-		if err := env.Records.SaveHolder(h); err != nil {
-			return cause.Wrap(cause.Record, err)
-		}
-		return nil
+		return cause.Wrap(cause.Record, env.Records.SaveHolder(h))
 	}
 	if h.BootID == env.BootID {
 		if err := s.Undo(ctx, env); err != nil {
@@ -251,11 +239,11 @@ func (s *Shared) Revert(ctx context.Context, env *Env) error {
 // preference, leaveUndone saves that it was not reverted and returns nil: the GPU stays usable, and
 // Reconcile tries again. It returns every other error, so that the claim stays.
 func (s *Shared) leaveUndone(ctx context.Context, env *Env, err error) error {
-	if s.state.step == nil || !s.state.step.preference() {
+	if s.step == nil || !s.step.preference() {
 		return err
 	}
-	s.state.holder.Claims = nil
-	if serr := s.state.save(env); serr != nil {
+	s.holder.Claims = nil
+	if serr := s.save(env); serr != nil {
 		return errors.Join(err, serr)
 	}
 	klog.FromContext(ctx).Error(err,
@@ -269,14 +257,14 @@ func (s *Shared) Undo(ctx context.Context, env *Env) error {
 	if err := s.load(env.Records, env.BootID); err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	if s.state.holder.State != checkpoint.Undoing {
-		s.state.holder.State = checkpoint.Undoing
-		if err := s.state.save(env); err != nil {
+	if s.holder.State != checkpoint.Undoing {
+		s.holder.State = checkpoint.Undoing
+		if err := s.save(env); err != nil {
 			klog.FromContext(ctx).Error(err, "Failed to record that a GPU setting shared by claims is being reverted; reverting anyway",
 				"holder", s.Key)
 		}
 	}
-	return s.state.step.Revert(ctx, s.state.stepEnv(env))
+	return s.step.Revert(ctx, s.stepEnv(env))
 }
 
 // RemoveHolder removes the file that lists the claims.
