@@ -15,9 +15,9 @@ type Mapper func(host string) string
 // Verify checks that the files in edits exist, so that a container with these edits can start:
 // device nodes without a number, mount sources and hooks. Hooks must be
 // writable by root only. The error names the first file that is missing or wrong.
-func Verify(edits specs.ContainerEdits, visible Mapper) error {
+func (visible Mapper) Verify(edits specs.ContainerEdits) error {
 	for _, n := range edits.DeviceNodes {
-		if err := verifyDeviceNode(n, visible); err != nil {
+		if err := visible.verifyDeviceNode(n); err != nil {
 			return err
 		}
 	}
@@ -47,7 +47,7 @@ func Verify(edits specs.ContainerEdits, visible Mapper) error {
 	return nil
 }
 
-func verifyDeviceNode(n *specs.DeviceNode, visible Mapper) error {
+func (visible Mapper) verifyDeviceNode(n *specs.DeviceNode) error {
 	if n.Major != 0 {
 		return nil // the runtime creates the device node by its number and needs none on the host
 	}

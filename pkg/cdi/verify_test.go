@@ -50,7 +50,7 @@ func TestVerifyNamesFirstMissingFile(t *testing.T) {
 		{"hook that is a directory", hook("/"), "is not an executable file"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			err := Verify(tc.edits, visible)
+			err := Mapper(visible).Verify(tc.edits)
 			if tc.says == "" {
 				must(t, err)
 			} else if err == nil || !strings.Contains(err.Error(), tc.says) {

@@ -77,7 +77,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
 	// claim's CDI devices.
 	d.host.Check(ctx)
-	d.health.Restore(ctx)
 	background := d.startBackground(ctx)
 	defer background.Wait()
 	defer d.fail(nil)
@@ -181,7 +180,7 @@ func (d *Driver) ready(context.Context) error {
 	case !status.PluginRegistered:
 		return fmt.Errorf("the kubelet refused to register the plugin: %s", status.Error)
 	}
-	if s := d.node.Refresh().Preparable; !s.Ready {
+	if s := d.node.View().Preparable; !s.Ready {
 		return fmt.Errorf("claims are not prepared yet: %s", s.Reason)
 	}
 	return nil

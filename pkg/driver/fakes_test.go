@@ -22,9 +22,8 @@ var (
 
 // fakeInventory fakes an inventory. It returns the snapshot that the test has set.
 type fakeInventory struct {
-	mu      sync.Mutex
-	s       inventory.Snapshot
-	changed chan struct{}
+	mu sync.Mutex
+	s  inventory.Snapshot
 }
 
 func (f *fakeInventory) Snapshot() inventory.Snapshot {
@@ -39,18 +38,6 @@ func (f *fakeInventory) set(s inventory.Snapshot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.s = s
-	if f.changed != nil {
-		wake(f.changed)
-	}
-}
-
-func (f *fakeInventory) Changed() <-chan struct{} {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.changed == nil {
-		f.changed = make(chan struct{}, 1)
-	}
-	return f.changed
 }
 
 func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {

@@ -11,113 +11,79 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// inFlightCalls counts the kubelet's running calls, so that a stopping plugin can wait for them
-// before it stops the gRPC server. It also tells a running Prepare call whether one of its claims
-// was released meanwhile.
+// inFlightCalls has the kubelet's running calls, so that a stopping plugin can wait for them before
+// it stops the gRPC server. It also tells a running Prepare call whether one of its claims was
+// unprepared meanwhile.
 type inFlightCalls struct {
 	mu      sync.Mutex
-	running int
-	idle    chan struct{} // closed while running is 0
-	// draining makes enter refuse new Prepare calls. The kubelet retries them, and the next plugin
+	running map[*call]struct{}
+	// draining makes intercept refuse new Prepare calls. The kubelet retries them, and the next plugin
 	// instance answers.
 	draining bool
-	// prepares has the running Prepare calls.
-	prepares map[*prepareCall]struct{}
+	ended    chan struct{} // has a value after a call has ended
 }
 
-// prepareCall is a running Prepare call. overtaken has the claims that were released since the call
-// began.
-type prepareCall struct{ overtaken map[types.UID]bool }
+// call is a running call. unprepared has the claims that were unprepared since it began.
+type call struct{ unprepared map[types.UID]bool }
 
 type callKey struct{}
 
 func newInFlightCalls() *inFlightCalls {
-	idle := make(chan struct{})
-	close(idle)
-	return &inFlightCalls{idle: idle, prepares: map[*prepareCall]struct{}{}}
+	return &inFlightCalls{running: map[*call]struct{}{}, ended: make(chan struct{}, 1)}
 }
 
+// intercept is a [grpc.UnaryServerInterceptor], which runs around each call of the kubelet.
 func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	prepares := strings.HasSuffix(info.FullMethod, "/NodePrepareResources")
-	if !f.enter(prepares) {
+	c := &call{unprepared: map[types.UID]bool{}}
+	f.mu.Lock()
+	if f.draining && strings.HasSuffix(info.FullMethod, "/NodePrepareResources") {
+		f.mu.Unlock()
 		return nil, status.Error(codes.Unavailable, "the plugin is stopping")
 	}
-	defer f.leave()
-	if prepares {
-		c := f.beginPrepare()
-		defer f.endPrepare(c)
-		ctx = context.WithValue(ctx, callKey{}, c)
-	}
-	return handler(ctx, req)
+	f.running[c] = struct{}{}
+	f.mu.Unlock()
+	defer func() {
+		f.mu.Lock()
+		delete(f.running, c)
+		f.mu.Unlock()
+		wake(f.ended)
+	}()
+	return handler(context.WithValue(ctx, callKey{}, c), req)
 }
 
-func (f *inFlightCalls) beginPrepare() *prepareCall {
+// Unprepared notes in all running calls that the claim was unprepared. The caller must still hold
+// the claim's lock, because these calls may have read the claim before.
+func (f *inFlightCalls) Unprepared(claim types.UID) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c := &prepareCall{overtaken: map[types.UID]bool{}}
-	f.prepares[c] = struct{}{}
-	return c
-}
-
-func (f *inFlightCalls) endPrepare(c *prepareCall) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	delete(f.prepares, c)
-}
-
-// ClaimReleased notes in all running Prepare calls that the claim was released. The caller must
-// still hold the claim's lock, because these calls may have read the claim before its release.
-func (f *inFlightCalls) ClaimReleased(uid types.UID) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for c := range f.prepares {
-		c.overtaken[uid] = true
+	for c := range f.running {
+		c.unprepared[claim] = true
 	}
 }
 
-// Overtaken reports whether the claim was released after the Prepare call with this context began.
-func (f *inFlightCalls) Overtaken(ctx context.Context, uid types.UID) bool {
+// UnpreparedSince reports whether the claim was unprepared after the call with this context began.
+func (f *inFlightCalls) UnpreparedSince(ctx context.Context, claim types.UID) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c, _ := ctx.Value(callKey{}).(*prepareCall)
-	return c != nil && c.overtaken[uid]
-}
-
-// enter counts a new call and returns true. begins is true for a Prepare call and false for any
-// other. While the plugin stops, enter returns false for a Prepare call and does not count it.
-func (f *inFlightCalls) enter(begins bool) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if begins && f.draining {
-		return false
-	}
-	if f.running == 0 {
-		f.idle = make(chan struct{})
-	}
-	f.running++
-	return true
-}
-
-// leave counts the end of a call.
-func (f *inFlightCalls) leave() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.running--; f.running == 0 {
-		close(f.idle)
-	}
+	c, _ := ctx.Value(callKey{}).(*call)
+	return c != nil && c.unprepared[claim]
 }
 
 // Drain makes the plugin refuse new Prepare calls, and waits until no call runs. It returns an
 // error if the context ends before.
 func (f *inFlightCalls) Drain(ctx context.Context) error {
-	f.mu.Lock()
-	f.draining = true
-	idle := f.idle
-	f.mu.Unlock()
-	select {
-	case <-idle:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
+	for {
+		f.mu.Lock()
+		f.draining = true
+		left := len(f.running)
+		f.mu.Unlock()
+		if left == 0 {
+			return nil
+		}
+		select {
+		case <-f.ended:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
 }

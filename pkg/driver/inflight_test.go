@@ -45,25 +45,25 @@ func TestDrainWaitsForRunningCalls(t *testing.T) {
 	})
 }
 
-func TestOnlyEarlierCallsAreOvertaken(t *testing.T) {
+func TestOnlyEarlierCallsLearnOfAnUnprepare(t *testing.T) {
 	calls := newInFlightCalls()
 	prepare := &grpc.UnaryServerInfo{FullMethod: "/v1.DRAPlugin/NodePrepareResources"}
 	_, err := calls.intercept(t.Context(), nil, prepare, func(early context.Context, _ any) (any, error) {
-		calls.ClaimReleased("a")
+		calls.Unprepared("a")
 		return calls.intercept(t.Context(), nil, prepare, func(late context.Context, _ any) (any, error) {
 			for _, c := range []struct {
 				ctx  context.Context
 				uid  types.UID
 				want bool
 			}{{early, "a", true}, {early, "b", false}, {late, "a", false}, {t.Context(), "a", false}} {
-				if got := calls.Overtaken(c.ctx, c.uid); got != c.want {
+				if got := calls.UnpreparedSince(c.ctx, c.uid); got != c.want {
 					t.Errorf("claim %s: %v", c.uid, got)
 				}
 			}
 			return nil, nil
 		})
 	})
-	if err != nil || len(calls.prepares) != 0 {
-		t.Errorf("%v, and %d finished calls are still tracked", err, len(calls.prepares))
+	if err != nil || len(calls.running) != 0 {
+		t.Errorf("%v, and %d finished calls are still tracked", err, len(calls.running))
 	}
 }

@@ -45,9 +45,9 @@ func newLostDeviceNode(t *testing.T) *lostDeviceNode {
 	var wg sync.WaitGroup
 	t.Cleanup(func() { cancel(); wg.Wait() })
 	reports := make(chan kubeletplugin.DeviceHealthReport)
-	wg.Go(func() { d.inv.Run(ctx) })
+	wg.Go(func() { d.inv.Run(ctx, d.node.Update) })
 	wg.Go(func() { d.status.Run(ctx, d.preparer) })
-	eventually(t, "the GPUs are known", func() bool { return d.node.Refresh().Preparable.Ready })
+	eventually(t, "the GPUs are known", func() bool { return d.node.View().Preparable.Ready })
 	wg.Go(func() { _ = d.WatchHealthStatus(ctx, reports) })
 	wg.Go(func() {
 		for {
@@ -214,7 +214,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 
 	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })
 	l.d.inv.RequestScan()
-	eventually(t, "the node is not ready", func() bool { return !l.d.node.Refresh().Preparable.Ready })
+	eventually(t, "the node is not ready", func() bool { return !l.d.node.View().Preparable.Ready })
 	l.compare()
 	if got, _ := l.d.status.LostDevices(); len(got) != 1 {
 		t.Errorf("the device is no longer lost: %v", got)
@@ -222,7 +222,7 @@ func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 
 	l.setHardware("driver", twoGPUs)
 	l.d.inv.RequestScan()
-	eventually(t, "the node is ready", func() bool { return l.d.node.Refresh().Preparable.Ready })
+	eventually(t, "the node is ready", func() bool { return l.d.node.View().Preparable.Ready })
 	l.compare()
 	l.expectHealth(firstGPU, nil)
 	l.expectReady(old)

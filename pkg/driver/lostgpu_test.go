@@ -8,11 +8,13 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
 // heldGPU lists a claim that has the first GPU, if it is true.
@@ -35,7 +37,7 @@ func (noReports) NotCleared(string)                                             
 func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	inv, held := &fakeInventory{}, heldGPU(true)
 	inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
-	h := loop.New(loop.Options{
+	h := loop.New(t.Context(), loop.Options{
 		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, Reporter: noReports{},
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
 			card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-0000:1b:00.0"}
@@ -45,49 +47,51 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 		},
 	})
 	ctx, stop := context.WithCancel(t.Context())
-	h.Restore(ctx)
 	var wg sync.WaitGroup
 	wg.Go(func() { h.Run(ctx) })
 	wg.Go(func() { _ = h.Watcher(ctx)(ctx) })
 	eventually(t, "the XID counts", func() bool { return len(h.View().Findings("0000:1b:00.0")) > 0 })
 	stop()
 	wg.Wait()
-	conditions := nodeview.NewConditions()
-	node := newNodeView(t, inv, conditions, h)
+	node := nodeview.New(inv, h, predecessor.NewStore(t.TempDir(), t.TempDir(), DriverName, "boot", durable.OS{}))
+	offered := func() inventory.Snapshot {
+		node.Update()
+		return node.View().Offered
+	}
 
 	inv.set(readyWith("0000:43:00.0"))
-	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
+	if now := offered(); !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
 		t.Errorf("%+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	if now := node.Refresh().Offered; !now.Ready || len(now.Node.GPUs) != 1 {
+	if now := offered(); !now.Ready || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
-	if now := node.Refresh().Offered; !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
+	if now := offered(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card was removed, and a claim has it: %+v", now)
 	}
 	held = false
-	if now := node.Refresh().Offered; now.Ready || !now.Empty {
+	if now := offered(); now.Ready || !now.Empty {
 		t.Errorf("the only card was removed: %+v", now)
 	}
 	inv.set(readyWith("0000:43:00.0"))
-	if now := node.Refresh().Offered; len(now.Node.GPUs) != 1 {
+	if now := offered(); len(now.Node.GPUs) != 1 {
 		t.Errorf("a card was removed: %+v", now)
 	}
 	onBus := readyWith("0000:43:00.0")
 	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
 	inv.set(onBus)
-	if now := node.Refresh().Offered; len(now.Node.GPUs) != 2 {
+	if now := offered(); len(now.Node.GPUs) != 2 {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
-	conditions.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
-	if now := node.Refresh().Offered; now.Ready {
+	node.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
+	if now := offered(); now.Ready {
 		t.Errorf("a node that is not ready: %+v", now)
 	}
 	inv.set(inventory.Snapshot{Reason: "not scanned yet"})
-	if now := node.Refresh().Offered; now.Ready || len(now.Node.GPUs) != 0 {
+	if now := offered(); now.Ready || len(now.Node.GPUs) != 0 {
 		t.Errorf("a node that was never scanned: %+v", now)
 	}
 }

@@ -21,11 +21,9 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
@@ -267,12 +265,6 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 	eventually(t, "both are published again", func() bool { return len(published(t, n.client)) == 2 })
 }
 
-// newNodeView returns the view of a node on which NVIDIA's DRA driver never ran.
-func newNodeView(t *testing.T, inv nodeview.Inventory, c *nodeview.Conditions, h nodeview.Health) *nodeview.Node {
-	t.Helper()
-	return nodeview.New(inv, c, h, predecessor.NewStore(t.TempDir(), t.TempDir(), DriverName, "boot", durable.OS{}))
-}
-
 func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
 	n := newHealthNode(t)
 	n.run(t)
@@ -292,9 +284,8 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.node.Conditions().Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
-	files := ""
-	if d.host.writeBaseSpec(&files); d.node.Refresh().Blocked() {
-		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.Refresh().Conditions)
+	d.node.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
+	if d.host.Check(t.Context()); slices.ContainsFunc(d.node.View().Conditions, func(c nodeview.Condition) bool { return c.Source == "base-spec" }) {
+		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.View().Conditions)
 	}
 }

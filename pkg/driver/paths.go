@@ -2,7 +2,6 @@ package driver
 
 import (
 	"path/filepath"
-	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
@@ -30,16 +29,8 @@ func MPSPaths(cfg *config.Config) mps.Paths {
 	return mps.Paths{PluginDir: cfg.PluginDir, ShmRoot: cfg.ShmRoot}
 }
 
-// mountedPath returns a function that maps the path of a file on the host to its path in the
+// visiblePath returns a function that converts the path of a file on the host to its path in the
 // plugin's container. The plugin's own directories have the same path in both.
-func mountedPath(cfg *config.Config, paths nvidia.Paths) cdi.Mapper {
-	own := []string{cfg.PluginDir, cfg.ShmRoot, filepath.Dir(cfg.HookPath)}
-	return func(host string) string {
-		for _, root := range own {
-			if host == root || strings.HasPrefix(host, root+"/") {
-				return host
-			}
-		}
-		return paths.Visible(host)
-	}
+func visiblePath(cfg *config.Config) cdi.Mapper {
+	return Paths(cfg).Mapper(cfg.PluginDir, cfg.ShmRoot, filepath.Dir(cfg.HookPath))
 }

@@ -92,12 +92,18 @@ func TestGPUsAreReleasedOnRequest(t *testing.T) {
 	}
 }
 
+// noReadiness drops all conditions.
+type noReadiness struct{}
+
+func (noReadiness) Report(nodeview.Condition) {}
+func (noReadiness) Clear(string)              {}
+
 // storeReleaseRequest stores the request to release the GPUs, as an earlier plugin process did.
 func (n *node) storeReleaseRequest(t *testing.T) {
 	t.Helper()
 	quiesce.New(t.Context(), quiesce.Options{
 		Access: quiesce.NewAccess(), StateDir: n.cfg.StateDir(),
-		Readiness: nodeview.NewConditions(),
+		Readiness: noReadiness{},
 	}).Observe(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"gpu.nvidia.com/release-driver": "true"}}})
 }
 

@@ -2,6 +2,8 @@ package driver
 
 import (
 	"context"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -10,14 +12,16 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
@@ -61,21 +65,17 @@ func (r *requests) PrepareResourceClaims(
 
 func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kubeletplugin.PrepareResult {
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
+	ctx = klog.NewContext(ctx, logger)
 	start := time.Now()
-	var devices []kubeletplugin.Device
-	hint := ""
-	// ok is not needed: while the hardware must not be used, the view is not ready. So the view must
-	// be read after Use.
+	// Use comes before View, and ok is not needed: if Use is denied, the View is not ready.
 	done, _ := r.hardware.Use()
 	defer done()
-	v := r.node.Refresh()
-	err := refusePredecessorClaim(v, c.UID, c.Namespace+"/"+c.Name)
+	v := r.node.View()
+	hint := r.oversizedHint(v, c)
+	var devices []kubeletplugin.Device
+	err := r.refusal(v, c)
 	if err == nil {
-		err = r.refuseLost(v, c)
-	}
-	if err == nil {
-		hint = r.oversizedHint(v, c)
-		devices, err = r.preparer.Prepare(klog.NewContext(ctx, logger), v.Preparable, c)
+		devices, err = r.preparer.Prepare(ctx, v.Preparable, c)
 	}
 	took := time.Since(start)
 	r.metrics.Request(metrics.Prepare, took, string(cause.Of(err)))
@@ -87,22 +87,47 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	if hint != "" {
 		r.events.NormalClaim(c, "WholeGPUHeld", hint)
 	}
-	logger.Info("Prepared claim", "devices", names(devices), "took", took)
+	names := make([]string, len(devices))
+	for i, d := range devices {
+		names[i] = d.DeviceName
+	}
+	logger.Info("Prepared claim", "devices", names, "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
 }
 
-// oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
-// got a whole GPU. For any other claim, and for a claim that is prepared already, it returns "". So
-// the caller must call it before Prepare, which records the claim.
-func (r *requests) oversizedHint(v *nodeview.View, c *resourceapi.ResourceClaim) string {
-	hint := r.publisher.OversizedHint(c, v.Inventory.Node.GPUs)
-	if hint == "" {
-		return ""
+// refusal returns an error if the claim must not be prepared although the node has its devices.
+func (r *requests) refusal(v *nodeview.View, c *resourceapi.ResourceClaim) error {
+	name := c.Namespace + "/" + c.Name
+	for _, held := range v.ReferenceClaims {
+		if held.UID == c.UID { // it already has devices, under names that this driver does not know
+			return cause.Refusal(name, cause.Claim,
+				"NVIDIA's DRA driver prepared it on this node as %s: its Pods keep running but cannot restart here: delete them",
+				strings.Join(held.DeviceNames(), ", "))
+		}
 	}
-	if record, found, err := r.preparer.Record(c.UID); err != nil || found && record.State == checkpoint.Prepared {
-		return ""
+	// To prepare a whole GPU the driver does not query the hardware, so without this check a container
+	// would start without a GPU that is lost.
+	verdicts := r.health.View()
+	if verdicts == nil || c.Status.Allocation == nil {
+		return nil
 	}
-	return hint
+	for _, result := range c.Status.Allocation.Devices.Results {
+		n, ok := device.ParseName(result.Device)
+		i := slices.IndexFunc(v.GPUs, func(g nvidia.GPU) bool { return g.WholeName() == n.GPU })
+		if result.Driver != DriverName || !ok || i < 0 {
+			continue
+		}
+		verdict := verdicts.Of(v.GPUs[i].GPU, n)
+		if verdict.State != health.Lost {
+			continue
+		}
+		if _, prepared, err := r.preparer.Records.Load(c.UID); err != nil || prepared {
+			return nil //nolint:nilerr // the Preparer reports an unreadable record
+		}
+		return cause.Refusal(name, cause.Device,
+			"request %s was allocated device %s, which cannot be prepared: %s", result.Request, result.Device, verdict.Message())
+	}
+	return nil
 }
 
 // UnprepareResourceClaims releases the claims' devices. It succeeds for claims that are not
@@ -147,12 +172,4 @@ func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObje
 func (r *requests) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
 	stream.Send(ctx, reports, stream.Sources{Pool: r.pool, Node: r.node, Verdicts: r.health, Claims: r.status})
 	return nil
-}
-
-func names(devices []kubeletplugin.Device) []string {
-	out := make([]string, len(devices))
-	for i, d := range devices {
-		out[i] = d.DeviceName
-	}
-	return out
 }

@@ -52,8 +52,8 @@ func transactionOptions(
 	paths := Paths(cfg)
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,
-		Claims: claimReader{parts.Client, calls},
-		Edits:  nodeEdits{cfg, mountedPath(cfg, paths), scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
+		Claims: claimReader{calls, parts.Client},
+		Edits:  nodeEdits{visiblePath(cfg), cfg, scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
 		Observer:    claimObserver{calls, status, toAdmins},
 		MPSDisabled: !cfg.MPS, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	}
@@ -61,16 +61,12 @@ func transactionOptions(
 
 // claimReader implements [prepare.Claims].
 type claimReader struct {
+	*inFlightCalls
 	client kubernetes.Interface
-	calls  *inFlightCalls
 }
 
 func (r claimReader) Read(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 	return r.client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
-}
-
-func (r claimReader) UnpreparedSince(ctx context.Context, uid types.UID) bool {
-	return r.calls.Overtaken(ctx, uid)
 }
 
 // claimObserver implements [prepare.Observer].
@@ -83,7 +79,7 @@ type claimObserver struct {
 // Unprepared removes what the plugin remembers about a claim. The caller still holds the claim's
 // lock, so a later Prepare of the same claim begins after this cleanup.
 func (o claimObserver) Unprepared(uid types.UID) {
-	o.calls.ClaimReleased(uid)
+	o.calls.Unprepared(uid)
 	o.ForgetLost(uid)
 }
 
@@ -91,12 +87,10 @@ func (o claimObserver) Skipped(uid types.UID) { o.MarkUnchecked(uid) }
 
 // nodeEdits implements [prepare.Edits].
 type nodeEdits struct {
-	cfg     *config.Config
-	visible cdi.Mapper
-	mig     func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	cdi.Mapper
+	cfg *config.Config
+	mig func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 }
-
-func (e nodeEdits) Verify(edits specs.ContainerEdits) error { return cdi.Verify(edits, e.visible) }
 
 func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 	return e.mig(parent, in, c)

@@ -17,12 +17,12 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
 	for name, shut := range map[string]func(n *healthNode){
 		"no hook": func(n *healthNode) {
-			n.driver.node.Conditions().Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
+			n.driver.node.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 		},
 		"no driver":     func(n *healthNode) { n.setHardware("none", away) },
 		"GPUs released": func(n *healthNode) { n.editNode(t, nil, map[string]string{quiesce.Annotation: "true"}) },
 		"gone meanwhile": func(n *healthNode) {
-			n.driver.node.Conditions().Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
+			n.driver.node.Report(nodeview.Condition{Source: "test", Code: "hook-missing", Message: "no hook"})
 			n.setHardware("one", justOneGPU)
 		},
 	} {
@@ -33,7 +33,7 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 			generation := mustList(t, n.client)[0].Spec.Pool.Generation
 			tell := n.emit
 			shut(n)
-			eventually(t, "it is not ready", func() bool { return !n.driver.node.Refresh().Preparable.Ready })
+			eventually(t, "it is not ready", func() bool { return !n.driver.node.View().Preparable.Ready })
 			if name == "gone meanwhile" {
 				eventually(t, "a GPU is gone", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 1 })
 			}

@@ -117,7 +117,6 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		parts.Supervisor = mps.NewClient(MPSPaths(cfg))
 	}
 	supervisor := nodeSupervisor{parts.Supervisor, MPSPaths(cfg), cfg.ProcRoot, parts.Metrics}
-	conditions := nodeview.NewConditions()
 	access := quiesce.NewAccess()
 	parts.Hardware.Scan = access.Scan(parts.Hardware.Scan)
 	inv := inventory.New(parts.Hardware)
@@ -142,12 +141,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead)
-	verdicts := loop.New(loop.Options{
+	verdicts := loop.New(ctx, loop.Options{
 		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
 		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
-	node := nodeview.New(inv, conditions, verdicts, reference)
+	node := nodeview.New(inv, verdicts, reference)
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
 		BootID: state.bootID, Now: time.Now, Records: state.records, Specs: specs, Hardware: node, MPS: supervisor,
 	}, shareTotals{node, shares}, calls, status, toAdmins))
@@ -176,28 +175,30 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	quiescer := quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
 		StateDir: cfg.StateDir(), Access: access, Workers: workers,
-		Readiness: conditions, Reports: recorder, Metrics: parts.Metrics, Reconciler: reconciling,
+		Readiness: node, Reports: recorder, Metrics: parts.Metrics, Reconciler: reconciling,
 	})
-	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, conditions, recorder, parts.Metrics)
+	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder, parts.Metrics)
 	policy := &nodePolicy{
 		client: parts.Client, node: cfg.NodeName, publisher: publisher, reconciler: reconciling, events: recorder,
 		observers: []nodeObserver{quiescer, devicePlugin, verdicts},
 	}
+	base := &baseSpec{
+		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling, paths: Paths(cfg), charDir: cfg.DevCharDir,
+	}
 	host := &hostWatch{
-		node: node,
 		checks: []nodeview.Check{
 			nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: lead.NewerLeads},
 			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
+			base,
 		},
-		leader: lead, inv: inv, hardware: access, specs: specs, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
-		paths: Paths(cfg), charDir: cfg.DevCharDir,
+		node: node, baseSpec: base, leader: lead, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
 	}
 	return &Driver{
 		requests: &requests{
 			pool: cfg.NodeName, node: node, health: verdicts, hardware: access, preparer: claims,
 			migrator: migrate.New(migrate.Options{
 				CDIRoot: cfg.CDIRoot, Checkpoint: reference, Inventory: inv, Locks: claims, GPUs: claims.Partitions,
-				Reports: toAdmins, Publisher: publisher,
+				Reports: toAdmins, Node: node,
 			}),
 			publisher: publisher, reconciler: reconciling, status: status, events: recorder, metrics: parts.Metrics,
 		},
@@ -205,7 +206,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		background: []func(context.Context) error{
 			endless(verdicts.Run), endless(healthReport.Run),
 			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
-			endless(policy.Watch), endless(inv.Run), endless(node.Run), endless(host.Run),
+			endless(policy.Watch), endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }), endless(node.Run), endless(host.Run),
 			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
 			endless(func(ctx context.Context) { specs.Watch(ctx, reconciling.RepairSpecs, reconciling.ReportRepairedSpecs) }),

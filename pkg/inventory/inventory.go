@@ -1,5 +1,5 @@
 // Package inventory knows which GPUs the node has now. It scans the hardware when there is a reason
-// to, keeps the result of the last good scan, and notifies its readers of changes.
+// to, keeps the result of the last good scan, and tells who runs it of changes.
 //
 // A [Snapshot] is immutable and complete. A failed scan does not discard the result of the last
 // good scan. The inventory notices a driver that is loaded late, or unloaded and loaded again,
@@ -99,13 +99,12 @@ type Hardware struct {
 type Inventory struct {
 	hardware     Hardware
 	current      atomic.Pointer[Snapshot]
-	changed      chan struct{}
 	scanRequests chan struct{}
 }
 
 // New returns an inventory that has not scanned yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, changed: make(chan struct{}, 1), scanRequests: make(chan struct{}, 1)}
+	i := &Inventory{hardware: h, scanRequests: make(chan struct{}, 1)}
 	i.current.Store(&Snapshot{
 		Reason: "the node's GPUs have not been scanned yet", Code: CodeNotScanned, Since: time.Now(),
 	})
@@ -114,10 +113,6 @@ func New(h Hardware) *Inventory {
 
 // Snapshot returns the current snapshot. It never blocks.
 func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
-
-// Changed returns a channel that delivers a value after the snapshot has changed. One value may
-// stand for several changes, so the receiver must read the current snapshot.
-func (i *Inventory) Changed() <-chan struct{} { return i.changed }
 
 // RequestScan triggers a scan at once. Callers use it when they saw that the hardware differs from
 // the snapshot.
@@ -128,9 +123,9 @@ func (i *Inventory) RequestScan() {
 	}
 }
 
-// Run scans and updates the snapshot until ctx ends.
-func (i *Inventory) Run(ctx context.Context) {
-	l := scanLoop{inventory: i, log: klog.FromContext(ctx)}
+// Run scans and updates the snapshot until ctx ends. After each change it calls changed.
+func (i *Inventory) Run(ctx context.Context, changed func()) {
+	l := scanLoop{inventory: i, changed: changed, log: klog.FromContext(ctx)}
 	for {
 		pause := l.step(ctx)
 		select {
@@ -146,6 +141,7 @@ func (i *Inventory) Run(ctx context.Context) {
 // scanLoop has what Run needs to know to decide when the next scan is due.
 type scanLoop struct {
 	inventory *Inventory
+	changed   func()
 	log       klog.Logger
 
 	scanned     bool
@@ -163,7 +159,7 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	if !i.Snapshot().Known {
 		if present, err := i.hardware.Present(); err == nil && !present {
 			l.scanned = false
-			i.set(l.log, Snapshot{
+			l.set(Snapshot{
 				Reason: "no NVIDIA GPU is on this node's PCI bus: waiting for one to appear", Code: CodeNoGPU,
 			})
 			return pollUnready
@@ -199,7 +195,7 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	}
 	s := i.snapshotOf(node, err)
 	s.Files = scan.WithoutInstances(fingerprint)
-	i.set(l.log, s)
+	l.set(s)
 	return i.pause()
 }
 
@@ -295,8 +291,8 @@ func noGPUReason(node nvidia.Node) string {
 	return reason
 }
 
-func (i *Inventory) set(log klog.Logger, s Snapshot) {
-	last := i.Snapshot()
+func (l *scanLoop) set(s Snapshot) {
+	last := l.inventory.Snapshot()
 	if s.Code != "" {
 		s.Since = last.Since
 	}
@@ -306,12 +302,9 @@ func (i *Inventory) set(log klog.Logger, s Snapshot) {
 	if reflect.DeepEqual(last, s) {
 		return
 	}
-	i.current.Store(&s)
-	logChange(log, last, s)
-	select {
-	case i.changed <- struct{}{}:
-	default:
-	}
+	l.inventory.current.Store(&s)
+	logChange(l.log, last, s)
+	l.changed()
 }
 
 // logChange logs what differs between the snapshots last and s. A problem that was already in last

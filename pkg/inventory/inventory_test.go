@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -25,6 +26,7 @@ type fakeHardware struct {
 	scans       int
 	presence    int
 	hang        bool
+	changes     atomic.Int32 // calls of changed since the last changeAnnounced
 }
 
 func (f *fakeHardware) hardware() Hardware {
@@ -100,7 +102,7 @@ func runInventory(t *testing.T, f *fakeHardware, test func(i *Inventory, wait fu
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			i.Run(ctx)
+			i.Run(ctx, func() { f.changes.Add(1) })
 		}()
 		synctest.Wait()
 		test(i, func(d time.Duration) {
@@ -112,15 +114,8 @@ func runInventory(t *testing.T, f *fakeHardware, test func(i *Inventory, wait fu
 	})
 }
 
-// changeAnnounced reports whether the channel Changed has a value, and takes the value.
-func changeAnnounced(i *Inventory) bool {
-	select {
-	case <-i.Changed():
-		return true
-	default:
-		return false
-	}
-}
+// changeAnnounced reports whether the inventory has called changed since the last call.
+func (f *fakeHardware) changeAnnounced() bool { return f.changes.Swap(0) > 0 }
 
 func TestReadyNodeIsScannedOnce(t *testing.T) {
 	f := &fakeHardware{node: nodeWith("0000:1b:00.0", "0000:43:00.0")}
@@ -128,11 +123,11 @@ func TestReadyNodeIsScannedOnce(t *testing.T) {
 		if s := i.Snapshot(); !s.Ready || !s.Known || len(s.Node.GPUs) != 2 || s.Reason != "" {
 			t.Errorf("%+v", s)
 		}
-		if !changeAnnounced(i) {
+		if !f.changeAnnounced() {
 			t.Error("the first snapshot was not announced")
 		}
 		wait(time.Hour)
-		if f.scanned() != 1 || changeAnnounced(i) {
+		if f.scanned() != 1 || f.changeAnnounced() {
 			t.Errorf("scanned %d times in an hour without a change, want once", f.scanned())
 		}
 	})
@@ -146,13 +141,13 @@ func TestMIGModeChangeTriggersRescan(t *testing.T) {
 		if n := f.scanned(); n < 11 || n > 13 {
 			t.Errorf("scanned %d times in an hour", n)
 		}
-		changeAnnounced(i)
+		f.changeAnnounced()
 		f.change(false, func() {
 			f.node = nodeWith("0000:1b:00.0", "0000:43:00.0")
 			f.node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true, Instances: []device.Instance{{ID: 1}}}
 		})
 		wait(rescanMIGCapable + pollReady)
-		if s := i.Snapshot(); !s.Node.GPUs[0].MIG.Enabled || !changeAnnounced(i) {
+		if s := i.Snapshot(); !s.Node.GPUs[0].MIG.Enabled || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 		before := f.scanned()
@@ -166,12 +161,12 @@ func TestMIGModeChangeTriggersRescan(t *testing.T) {
 		})
 		i.RequestScan()
 		wait(0)
-		if s := i.Snapshot(); s.Node.GPUs[0].MIG.Enabled || !changeAnnounced(i) {
+		if s := i.Snapshot(); s.Node.GPUs[0].MIG.Enabled || !f.changeAnnounced() {
 			t.Errorf("no scan after the request: %+v", s)
 		}
 		f.change(true, func() { f.node.GPUs[0].MIG = &device.MIG{Enabled: true, Pending: true} })
 		wait(pollReady)
-		if s := i.Snapshot(); len(s.Node.GPUs[0].MIG.Instances) > 0 || !changeAnnounced(i) {
+		if s := i.Snapshot(); len(s.Node.GPUs[0].MIG.Instances) > 0 || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 	})
@@ -195,10 +190,10 @@ func TestLateDriverIsFoundWithinASecond(t *testing.T) {
 		if s := i.Snapshot(); s.Ready || s.Known || s.Reason != "the module is not loaded: load it" {
 			t.Errorf("%+v", s)
 		}
-		changeAnnounced(i)
+		f.changeAnnounced()
 		f.change(true, func() { f.err, f.node = nil, nodeWith("0000:1b:00.0") })
 		wait(pollUnready)
-		if s := i.Snapshot(); !s.Ready || len(s.Node.GPUs) != 1 || !changeAnnounced(i) {
+		if s := i.Snapshot(); !s.Ready || len(s.Node.GPUs) != 1 || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 	})
@@ -304,10 +299,10 @@ func TestUnreadyNodeHasCodeAndTime(t *testing.T) {
 func TestUnloadedDriverKeepsLastResult(t *testing.T) {
 	f := &fakeHardware{node: nodeWith("0000:1b:00.0")}
 	runInventory(t, f, func(i *Inventory, wait func(time.Duration)) {
-		changeAnnounced(i)
+		f.changeAnnounced()
 		f.change(true, func() { f.err = &nvidia.NotReadyError{Reason: "gone"} })
 		wait(pollReady)
-		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "gone" || len(s.Node.GPUs) != 1 || !changeAnnounced(i) {
+		if s := i.Snapshot(); s.Ready || !s.Known || s.Reason != "gone" || len(s.Node.GPUs) != 1 || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 		f.change(true, func() { f.err = errors.New("still broken, in another way") })
@@ -317,7 +312,7 @@ func TestUnloadedDriverKeepsLastResult(t *testing.T) {
 		}
 		f.change(true, func() { f.err = nil })
 		wait(pollUnready)
-		if s := i.Snapshot(); !s.Ready || !changeAnnounced(i) {
+		if s := i.Snapshot(); !s.Ready || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 	})
@@ -334,10 +329,10 @@ func TestGPUWithProblemIsRescanned(t *testing.T) {
 		if n := f.scanned(); n > int(time.Hour/problemRetry)+5 {
 			t.Errorf("scanned %d times in an hour", n)
 		}
-		changeAnnounced(i)
+		f.changeAnnounced()
 		f.change(false, func() { f.node = nodeWith("0000:1b:00.0", "0000:43:00.0") })
 		wait(problemRetry + pollReady)
-		if s := i.Snapshot(); len(s.Node.GPUs) != 2 || !changeAnnounced(i) {
+		if s := i.Snapshot(); len(s.Node.GPUs) != 2 || !f.changeAnnounced() {
 			t.Errorf("%+v", s)
 		}
 	})
@@ -452,7 +447,7 @@ func TestChangesCoalesce(t *testing.T) {
 			f.change(true, func() { f.node = nodeWith(a) })
 			wait(pollReady)
 		}
-		if !changeAnnounced(i) || changeAnnounced(i) {
+		if !f.changeAnnounced() || f.changeAnnounced() {
 			t.Error("three unread changes do not coalesce into one announcement")
 		}
 		if s := i.Snapshot(); s.Node.GPUs[0].PCIAddress != "0000:03:00.0" {

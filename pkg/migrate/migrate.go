@@ -60,9 +60,9 @@ type Reports interface {
 	Warn(reason, message string)
 }
 
-// Publisher is woken when GPUs can be offered again.
-type Publisher interface {
-	Wake()
+// Node looks again which GPUs can be offered.
+type Node interface {
+	Update()
 }
 
 // Options are the settings and dependencies of a [Migrator].
@@ -75,7 +75,7 @@ type Options struct {
 	Locks      Locks
 	GPUs       GPUs
 	Reports    Reports
-	Publisher  Publisher
+	Node       Node
 }
 
 // Migrator ends claims of NVIDIA's DRA driver.
@@ -117,7 +117,7 @@ func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
 	m.opts.Reports.Repaired(prepare.Repair{
 		Kind: "predecessor-claim", What: "Released the devices of a claim that NVIDIA's DRA driver prepared", Object: c.String(),
 	})
-	m.opts.Publisher.Wake()
+	m.opts.Node.Update()
 	return nil
 }
 

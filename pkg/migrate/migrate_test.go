@@ -32,7 +32,7 @@ type node struct {
 	slice     device.TimeSlice
 	repairs   []string
 	warnings  []string
-	woken     bool
+	updated   bool
 }
 
 func (n *node) Claims() ([]predecessor.Claim, error) { return n.claims, nil }
@@ -81,7 +81,7 @@ func (n *node) Repaired(r prepare.Repair) { n.repairs = append(n.repairs, r.Kind
 
 func (n *node) Warn(reason, message string) { n.warnings = append(n.warnings, reason+": "+message) }
 
-func (n *node) Wake() { n.woken = true }
+func (n *node) Update() { n.updated = true }
 
 // heldClaim returns a claim with a MIG instance and an MPS daemon.
 func heldClaim() predecessor.Claim {
@@ -99,7 +99,7 @@ func (n *node) migrator(t *testing.T) (m *migrate.Migrator, spec string) {
 		t.Fatal(err)
 	}
 	return migrate.New(migrate.Options{
-		CDIRoot: root, Checkpoint: n, Inventory: n, Locks: n, GPUs: n, Reports: n, Publisher: n,
+		CDIRoot: root, Checkpoint: n, Inventory: n, Locks: n, GPUs: n, Reports: n, Node: n,
 	}), spec
 }
 
@@ -128,8 +128,8 @@ func TestOnlyProvenPartitionIsRemoved(t *testing.T) {
 			if !slices.Equal(n.destroyed, c.destroyed) || n.mode != device.ComputeDefault || n.slice != device.TimeSliceDefault {
 				t.Errorf("destroyed %v, want %v; compute mode %q, time slice %v", n.destroyed, c.destroyed, n.mode, n.slice)
 			}
-			if len(n.claims) != 0 || !n.woken || !slices.Equal(n.repairs, []string{"predecessor-claim claim u-1"}) {
-				t.Errorf("left: %v; publisher woken %v; repairs %q", n.claims, n.woken, n.repairs)
+			if len(n.claims) != 0 || !n.updated || !slices.Equal(n.repairs, []string{"predecessor-claim claim u-1"}) {
+				t.Errorf("left: %v; node view updated %v; repairs %q", n.claims, n.updated, n.repairs)
 			}
 			want := "kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-u-1-abc"
 			if len(n.warnings) != 1 || !strings.HasPrefix(n.warnings[0], "PredecessorDaemon: ") || !strings.Contains(n.warnings[0], want) {
@@ -156,7 +156,7 @@ func TestClaimEndsOnlyOnceHardwareIsKnown(t *testing.T) {
 func TestUnknownClaimIsIgnored(t *testing.T) {
 	n := &node{claims: []predecessor.Claim{heldClaim()}, scanned: true}
 	m, _ := n.migrator(t)
-	if err := m.EndClaim(t.Context(), "other"); err != nil || len(n.claims) != 1 || n.woken {
+	if err := m.EndClaim(t.Context(), "other"); err != nil || len(n.claims) != 1 || n.updated {
 		t.Errorf("%v, claims %v", err, n.claims)
 	}
 }

@@ -2,8 +2,8 @@ package nodeview
 
 import (
 	"cmp"
+	"context"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -12,82 +12,76 @@ import (
 // inventorySource is the source of the inventory's own condition. All others are reported.
 const inventorySource = "inventory"
 
-// Conditions has the readiness conditions that parts of the driver report now. Its methods may be
-// called at the same time.
-type Conditions struct {
-	mu       sync.Mutex
-	reported map[string]Condition // by source
-	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
-	// does not count, because no transient condition is reported at the same time.
-	shownUntil time.Time
-	changed    chan struct{} // closed at the next change
+// Check finds out whether the host can run containers with this driver's devices. A new one needs
+// a type that implements it, with its code, and a place in the driver's list.
+type Check interface {
+	// Source names the check in its condition.
+	Source() string
+	// Look returns the condition, or nil if there is none. If known is false, the last answer stays.
+	Look(ctx context.Context) (c *Condition, known bool)
 }
 
-// NewConditions returns a Conditions that has none.
-func NewConditions() *Conditions {
-	return &Conditions{reported: map[string]Condition{}, changed: make(chan struct{})}
-}
-
-// Report sets the condition of n.Source. It sets n.Since itself.
-func (c *Conditions) Report(n Condition) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	last, is := c.reported[n.Source]
-	n.Since = last.Since
-	if !is {
-		n.Since = time.Now()
+// Check lets the checks look, one after another, and reports or clears their conditions.
+func (n *Node) Check(ctx context.Context, checks []Check) {
+	for _, check := range checks {
+		switch now, known := check.Look(ctx); {
+		case !known:
+		case now == nil:
+			n.Clear(check.Source())
+		default:
+			now.Source = check.Source()
+			n.Report(*now)
+		}
 	}
-	c.reported[n.Source] = n
-	c.notify()
 }
 
-// Clear ends the condition of the source, if there is one.
-func (c *Conditions) Clear(source string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	ended, is := c.reported[source]
+// Report sets the condition of c.Source, and c.Since itself. When it returns, the View has it.
+func (n *Node) Report(c Condition) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	last, is := n.reported[c.Source]
+	c.Since = last.Since
+	if !is {
+		c.Since = time.Now()
+	}
+	n.reported[c.Source] = c
+	n.update()
+}
+
+// Clear ends the condition of the source, if there is one. When it returns, the View lacks it.
+func (n *Node) Clear(source string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	ended, is := n.reported[source]
 	if !is {
 		return
 	}
-	if now := time.Now(); !now.Before(c.withShownAtOnce(ended).due()) {
-		c.shownUntil = now
+	if now := time.Now(); !now.Before(n.withShownAtOnce(ended).due()) {
+		n.shownUntil = now
 	}
-	delete(c.reported, source)
-	c.notify()
+	delete(n.reported, source)
+	n.update()
 }
 
-// Changed returns a channel that is closed at the next Report or Clear.
-func (c *Conditions) Changed() <-chan struct{} {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.changed
-}
-
-func (c *Conditions) notify() {
-	close(c.changed)
-	c.changed = make(chan struct{})
-}
-
-// all returns the reported conditions, sorted by source, and after them that of the snapshot s,
-// which snapshot returns.
-func (c *Conditions) all(snapshot func() inventory.Snapshot) (all []Condition, s inventory.Snapshot) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, reported := range c.reported {
-		all = append(all, c.withShownAtOnce(reported))
+// conditions returns the reported conditions, sorted by source, and after them that of the snapshot
+// s. The caller holds n.mu, and has read s under it. So a condition that moves from a source to the
+// inventory is not missed: Clear waits.
+func (n *Node) conditions(s inventory.Snapshot) []Condition {
+	var all []Condition
+	for _, reported := range n.reported {
+		all = append(all, n.withShownAtOnce(reported))
 	}
 	slices.SortFunc(all, func(a, b Condition) int { return cmp.Compare(a.Source, b.Source) })
-	// A condition may move from a source to the inventory. It is not missed, because Clear waits.
-	if s = snapshot(); s.Code != "" {
-		all = append(all, c.withShownAtOnce(Condition{
+	if s.Code != "" {
+		all = append(all, n.withShownAtOnce(Condition{
 			Source: inventorySource, Code: s.Code, Message: s.Reason, Transient: true, Types: NVIDIATypes, Since: s.Since,
 		}))
 	}
-	return all, s
+	return all
 }
 
-// withShownAtOnce returns n with shownAtOnce set or cleared. The caller holds c.mu.
-func (c *Conditions) withShownAtOnce(n Condition) Condition {
-	n.shownAtOnce = n.Since.Before(c.shownUntil)
-	return n
+// withShownAtOnce returns c with shownAtOnce set or cleared. The caller holds n.mu.
+func (n *Node) withShownAtOnce(c Condition) Condition {
+	c.shownAtOnce = c.Since.Before(n.shownUntil)
+	return c
 }

@@ -10,27 +10,21 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 )
 
-// conditionsNow returns the reported conditions of a node whose inventory is ready.
-func conditionsNow(c *Conditions) []Condition {
-	all, _ := c.all(func() inventory.Snapshot { return inventory.Snapshot{Ready: true} })
-	return all
-}
-
 func TestConditionKeepsItsStartTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := NewConditions()
+		c := newWorld(inventory.Snapshot{Ready: true}).start()
 		began := time.Now()
 		c.Report(Condition{Source: "runtime", Code: "a", Message: "one"})
 		time.Sleep(time.Minute) //nolint:forbidigo // simulated time
 		c.Report(Condition{Source: "runtime", Code: "a", Message: "another"})
 		c.Report(Condition{Source: "runtime", Code: "b", Message: "another"})
 		c.Clear("hook")
-		if all := conditionsNow(c); len(all) != 1 || !all[0].Since.Equal(began) || all[0].Code != "b" || all[0].Message != "another" {
+		if all := c.View().Conditions; len(all) != 1 || !all[0].Since.Equal(began) || all[0].Code != "b" || all[0].Message != "another" {
 			t.Errorf("%+v", all)
 		}
 		c.Clear("runtime")
 		c.Report(Condition{Source: "runtime", Code: "a"})
-		if all := conditionsNow(c); !all[0].Since.Equal(began.Add(time.Minute)) {
+		if all := c.View().Conditions; !all[0].Since.Equal(began.Add(time.Minute)) {
 			t.Errorf("%+v", all)
 		}
 	})

@@ -21,16 +21,16 @@ type DevicePluginMetrics interface {
 // device plugin nor this driver knows the other's allocations, so both may give out the same GPU.
 // Extended resources of a DeviceClass do not count: they are not in a Node's capacity.
 type DevicePlugin struct {
-	refuse     bool
-	conditions *Conditions
-	events     DevicePluginEvents
-	metrics    DevicePluginMetrics
+	refuse  bool
+	node    *Node
+	events  DevicePluginEvents
+	metrics DevicePluginMetrics
 }
 
 // NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
 // plugin runs on it.
-func NewDevicePlugin(refuse bool, c *Conditions, e DevicePluginEvents, m DevicePluginMetrics) *DevicePlugin {
-	return &DevicePlugin{refuse: refuse, conditions: c, events: e, metrics: m}
+func NewDevicePlugin(refuse bool, n *Node, e DevicePluginEvents, m DevicePluginMetrics) *DevicePlugin {
+	return &DevicePlugin{refuse: refuse, node: n, events: e, metrics: m}
 }
 
 // Observe looks for the device plugin's resources in node, which is the newest version of the Node.
@@ -55,9 +55,9 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 	}
 	switch {
 	case message == "":
-		c.conditions.Clear("device-plugin")
+		c.node.Clear("device-plugin")
 	case c.refuse:
-		c.conditions.Report(Condition{Source: "device-plugin", Code: CodeDevicePlugin, Message: message})
+		c.node.Report(Condition{Source: "device-plugin", Code: CodeDevicePlugin, Message: message})
 	}
 	c.events.WarnOnChange("DevicePlugin", message, message)
 }

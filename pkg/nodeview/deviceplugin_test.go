@@ -31,9 +31,8 @@ func TestDevicePluginConflict(t *testing.T) {
 		return corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n), corev1.ResourceCPU: resource.MustParse("2")}
 	}
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
-		said, conditions := &devicePluginReports{}, NewConditions()
-		node := newWorld(ready(first)).node(conditions)
-		b := NewDevicePlugin(mode == config.ConflictRefuse, conditions, said, said)
+		said, node := &devicePluginReports{}, newWorld(ready(first)).start()
+		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said, said)
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool
@@ -48,7 +47,7 @@ func TestDevicePluginConflict(t *testing.T) {
 			{gpus("nvidia.com/gpu.shared", "8"), true, 3},
 		} {
 			b.Observe(&corev1.Node{Status: corev1.NodeStatus{Capacity: c.capacity}})
-			ready := node.Refresh().Preparable.Ready
+			ready := node.View().Preparable.Ready
 			if said.there != c.there || len(said.messages) != c.messages || ready != (mode == config.ConflictWarn || !c.there) {
 				t.Errorf("%s, %v: there %v, said %q, ready %v", mode, c.capacity, said.there, said.messages, ready)
 			}

@@ -5,13 +5,13 @@
 // more. A View never changes. [Node.View] reads the newest one without a lock, and [View.Changed]
 // tells when there is a newer one.
 //
-// Node.Run follows the changes, so a View may be milliseconds old. [Node.Refresh] is exact: a
-// change that ended before the call is in its result. Every Prepare begins with it.
+// A scan and a condition are in the View before the call that reports them returns. Node.Run follows
+// the health of the GPUs within milliseconds. A Prepare reads the View once.
 //
 // Time alone makes no new View. A [Condition] has the time since when it lasts, and readers pass
-// their own time to [ShownCondition]. The other two inputs without a signal are the checkpoint of
-// NVIDIA's DRA driver and the grace after the recovery of a GPU. Run looks at them every few
-// seconds.
+// their own time to [ShownCondition]. Some inputs change without a signal: the notes about ended
+// claims of NVIDIA's DRA driver, and the grace after the recovery of a GPU. Run looks at them every
+// few seconds.
 //
 // The package publishes nothing and changes no hardware.
 package nodeview

@@ -12,13 +12,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
-// refreshInterval is how often Run looks at the inputs that signal no change.
+// refreshInterval is how often Run looks at what changes without a signal.
 const refreshInterval = 5 * time.Second
 
-// Inventory knows the node's GPUs as of the last scan. A Node is the only reader of Changed.
+// Inventory knows the node's GPUs as of the last scan. After each change it calls [Node.Update].
 type Inventory interface {
 	Snapshot() inventory.Snapshot
-	Changed() <-chan struct{}
 }
 
 // Health knows the GPUs that are unhealthy.
@@ -32,69 +31,85 @@ type Health interface {
 // ReferenceDriver knows the claims that NVIDIA's DRA driver prepared and that have not ended.
 type ReferenceDriver interface {
 	Claims() ([]predecessor.Claim, error)
+	// Changed reports whether Claims must be called again, because its last answer may be outdated.
+	Changed() bool
 }
 
 // Node keeps the newest [View] of the node.
 type Node struct {
-	inventory  Inventory
-	conditions *Conditions
-	health     Health
-	reference  ReferenceDriver
+	inventory Inventory
+	health    Health
+	reference ReferenceDriver
 
-	mu        sync.Mutex // serializes Refresh
+	mu       sync.Mutex           // serializes updates, and guards reported and shownUntil
+	reported map[string]Condition // by source
+	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
+	// does not count, because no transient condition is reported at the same time.
+	shownUntil time.Time
+
 	view      atomic.Pointer[View]
 	firstLook chan struct{}
 }
 
 // New returns a Node with its first View.
-func New(i Inventory, c *Conditions, h Health, r ReferenceDriver) *Node {
-	n := &Node{inventory: i, conditions: c, health: h, reference: r, firstLook: make(chan struct{})}
-	n.Refresh()
+func New(i Inventory, h Health, r ReferenceDriver) *Node {
+	n := &Node{inventory: i, health: h, reference: r, reported: map[string]Condition{}, firstLook: make(chan struct{})}
+	n.Update()
 	return n
 }
 
-// Conditions returns the conditions that parts of the driver report.
-func (n *Node) Conditions() *Conditions { return n.conditions }
+// View returns the newest View. NVIDIA's DRA driver may still prepare claims while this plugin
+// starts, and nothing signals that. So each call checks its checkpoint, which costs one stat.
+func (n *Node) View() *View {
+	if n.reference.Changed() {
+		n.Update()
+	}
+	return n.view.Load()
+}
 
-// View returns the newest View. It never blocks.
-func (n *Node) View() *View { return n.view.Load() }
+// Snapshot returns the devices that may be prepared now. It is for the prepare transaction, when it
+// has waited for another claim and when it repairs claims.
+func (n *Node) Snapshot() inventory.Snapshot { return n.View().Preparable }
 
 // FirstLook returns a channel that is closed when the result of the first scan is in a View. That
 // scan may have failed.
 func (n *Node) FirstLook() <-chan struct{} { return n.firstLook }
 
-// Snapshot returns the devices that may be prepared now. It is for the prepare transaction, when it
-// has waited for another claim and when it repairs claims.
-func (n *Node) Snapshot() inventory.Snapshot { return n.Refresh().Preparable }
-
-// Run follows the changes of the inputs until the context ends.
+// Run follows the health of the GPUs, and what changes without a signal, until the context ends.
 func (n *Node) Run(ctx context.Context) {
 	for {
-		conditions, health := n.conditions.Changed(), n.health.Changed() // before Refresh, so that no change is missed
-		n.Refresh()
+		health := n.health.Changed() // before Update, so that no change is missed
+		n.Update()
 		select {
 		case <-ctx.Done():
 			return
-		case <-n.inventory.Changed():
-		case <-conditions:
 		case <-health:
 		case <-time.After(refreshInterval):
 		}
 	}
 }
 
-// Refresh returns a View that has every change that ended before the call. If nothing has changed,
-// that is the newest View.
-func (n *Node) Refresh() *View {
+// Update computes a new View, unless nothing has changed.
+func (n *Node) Update() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	in := n.look()
-	last := n.view.Load()
-	if last != nil && reflect.DeepEqual(last.inputs, in) {
-		return last
+	n.update()
+}
+
+// update is Update for callers that hold n.mu.
+func (n *Node) update() {
+	in := inputs{inventory: n.inventory.Snapshot()}
+	in.conditions = n.conditions(in.inventory)
+	in.missing = n.health.Missing(in.inventory)
+	claims, err := n.reference.Claims()
+	if in.claims = claims; err != nil {
+		in.claimsErr = err.Error()
 	}
-	generation := uint64(1)
+	last, generation := n.view.Load(), uint64(1)
 	if last != nil {
+		if reflect.DeepEqual(last.inputs, in) {
+			return
+		}
 		generation = last.Generation + 1
 	}
 	v := in.view(generation)
@@ -106,16 +121,4 @@ func (n *Node) Refresh() *View {
 	if scanned(v.Inventory) && (last == nil || !scanned(last.Inventory)) {
 		close(n.firstLook)
 	}
-	return v
-}
-
-func (n *Node) look() inputs {
-	in := inputs{}
-	in.conditions, in.inventory = n.conditions.all(n.inventory.Snapshot)
-	in.missing = n.health.Missing(in.inventory)
-	claims, err := n.reference.Claims()
-	if in.claims = claims; err != nil {
-		in.claimsErr = err.Error()
-	}
-	return in
 }

@@ -23,13 +23,13 @@ type world struct {
 	missing  []device.GPU
 	claims   []predecessor.Claim
 	err      error
-	// scanned and changed signal changes of the inventory and of the missing GPUs.
-	scanned, changed chan struct{}
+	// changed signals a change of the missing GPUs. checkpoint is true after a change of the claims.
+	changed    chan struct{}
+	checkpoint bool
+	node       *Node
 }
 
-func newWorld(s inventory.Snapshot) *world {
-	return &world{snapshot: s, scanned: make(chan struct{}, 1), changed: make(chan struct{})}
-}
+func newWorld(s inventory.Snapshot) *world { return &world{snapshot: s, changed: make(chan struct{})} }
 
 func (w *world) set(change func()) {
 	w.mu.Lock()
@@ -40,10 +40,24 @@ func (w *world) set(change func()) {
 // scan sets the result of a scan.
 func (w *world) scan(s inventory.Snapshot) {
 	w.set(func() { w.snapshot = s })
-	select {
-	case w.scanned <- struct{}{}:
-	default:
-	}
+	w.node.Update()
+}
+
+// lose sets the GPUs that are missing.
+func (w *world) lose(addresses ...device.PCIAddress) {
+	w.set(func() {
+		w.missing = nil
+		for _, a := range addresses {
+			w.missing = append(w.missing, gpu(a))
+		}
+		close(w.changed)
+		w.changed = make(chan struct{})
+	})
+}
+
+// hold sets the content of the reference driver's checkpoint.
+func (w *world) hold(claims []predecessor.Claim, err error) {
+	w.set(func() { w.claims, w.err, w.checkpoint = claims, err, true })
 }
 
 type (
@@ -51,8 +65,6 @@ type (
 	fakeHealth    struct{ *world }
 	fakeReference struct{ *world }
 )
-
-func (f fakeInventory) Changed() <-chan struct{} { return f.scanned }
 
 func (f fakeInventory) Snapshot() inventory.Snapshot {
 	f.mu.Lock()
@@ -75,11 +87,19 @@ func (f fakeHealth) Changed() <-chan struct{} {
 func (f fakeReference) Claims() ([]predecessor.Claim, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.checkpoint = false
 	return f.claims, f.err
 }
 
-func (w *world) node(c *Conditions) *Node {
-	return New(fakeInventory{w}, c, fakeHealth{w}, fakeReference{w})
+func (f fakeReference) Changed() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.checkpoint
+}
+
+func (w *world) start() *Node {
+	w.node = New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+	return w.node
 }
 
 const first, second device.PCIAddress = "0000:1b:00.0", "0000:43:00.0"
@@ -104,43 +124,43 @@ func names(gpus []nvidia.GPU) string {
 }
 
 func TestViewNamesEveryReason(t *testing.T) {
-	w, c := newWorld(ready(first)), NewConditions()
-	n := w.node(c)
+	w := newWorld(ready(first))
+	n := w.start()
 	if v := n.View(); !v.Preparable.Ready || !v.Offered.Ready || v.Blocked() {
 		t.Fatal("not ready without a condition")
 	}
-	c.Report(Condition{Source: "runtime", Message: "CDI is off"})
-	c.Report(Condition{Source: "hook", Message: "noexec"})
-	if v := n.Refresh(); v.Preparable.Ready || v.Offered.Ready || !v.Blocked() || v.Preparable.Reason != "noexec; CDI is off" {
+	n.Report(Condition{Source: "runtime", Message: "CDI is off"})
+	n.Report(Condition{Source: "hook", Message: "noexec"})
+	if v := n.View(); v.Preparable.Ready || v.Offered.Ready || !v.Blocked() || v.Preparable.Reason != "noexec; CDI is off" {
 		t.Errorf("got %+v", v)
 	}
 	w.scan(inventory.Snapshot{Reason: "no driver"})
-	if v := n.Refresh(); v.Preparable.Reason != "no driver; noexec; CDI is off" || v.Inventory.Reason != "no driver" {
+	if v := n.View(); v.Preparable.Reason != "no driver; noexec; CDI is off" || v.Inventory.Reason != "no driver" {
 		t.Errorf("got %+v", v)
 	}
 	w.scan(ready(first))
-	c.Clear("runtime")
-	c.Clear("hook")
-	if v := n.Refresh(); !v.Preparable.Ready || v.Blocked() {
+	n.Clear("runtime")
+	n.Clear("hook")
+	if v := n.View(); !v.Preparable.Ready || v.Blocked() {
 		t.Errorf("still not ready: %q", v.Preparable.Reason)
 	}
 }
 
 func TestOneViewForEachChange(t *testing.T) {
-	w, c := newWorld(ready(first)), NewConditions()
-	n := w.node(c)
+	w := newWorld(ready(first))
+	n := w.start()
 	for what, change := range map[string]func(){
 		"a scan":             func() { w.scan(ready(first, second)) },
-		"a condition":        func() { c.Report(Condition{Source: "hook", Message: "noexec"}) },
-		"another message":    func() { c.Report(Condition{Source: "hook", Message: "missing"}) },
-		"a missing GPU":      func() { w.set(func() { w.missing = []device.GPU{gpu("0000:50:00.0")} }) },
-		"a claim":            func() { w.set(func() { w.claims = []predecessor.Claim{{UID: "u-1"}} }) },
-		"unreadable claims":  func() { w.set(func() { w.claims, w.err = nil, errors.New("permission denied") }) },
-		"another such error": func() { w.set(func() { w.err = errors.New("not JSON") }) },
+		"a condition":        func() { n.Report(Condition{Source: "hook", Message: "noexec"}) },
+		"another message":    func() { n.Report(Condition{Source: "hook", Message: "missing"}) },
+		"a missing GPU":      func() { w.lose("0000:50:00.0"); n.Update() },
+		"a claim":            func() { w.hold([]predecessor.Claim{{UID: "u-1"}}, nil) },
+		"unreadable claims":  func() { w.hold(nil, errors.New("permission denied")) },
+		"another such error": func() { w.hold(nil, errors.New("not JSON")) },
 	} {
-		before := n.Refresh()
+		before := n.View()
 		change()
-		now := n.Refresh()
+		now := n.View()
 		if now.Generation != before.Generation+1 || n.View() != now {
 			t.Errorf("%s: generation %d after %d", what, now.Generation, before.Generation)
 		}
@@ -149,7 +169,7 @@ func TestOneViewForEachChange(t *testing.T) {
 		default:
 			t.Errorf("%s: the View before does not tell", what)
 		}
-		if n.Refresh() != now {
+		if n.View() != now {
 			t.Errorf("%s: another View without a change", what)
 		}
 		select {
@@ -163,7 +183,7 @@ func TestOneViewForEachChange(t *testing.T) {
 func TestMissingGPUStaysOfferedButIsNotPreparable(t *testing.T) {
 	w := newWorld(ready(second))
 	w.missing = []device.GPU{gpu(first)}
-	v := w.node(NewConditions()).View()
+	v := w.start().View()
 	if names(v.Preparable.Node.GPUs) != string(second) || names(v.Offered.Node.GPUs) != string(second+" "+first) ||
 		names(v.GPUs) != string(second+" "+first) || names(v.Inventory.Node.GPUs) != string(second) {
 		t.Errorf("%+v", v)
@@ -174,14 +194,14 @@ func TestReferenceClaimsWithholdTheirGPUs(t *testing.T) {
 	w := newWorld(ready(first))
 	w.missing = []device.GPU{gpu(second)}
 	w.claims = []predecessor.Claim{{UID: "u-1", Devices: []predecessor.Device{{Name: "gpu-1", GPUUUID: "GPU-" + string(second)}}}}
-	n := w.node(NewConditions())
+	n := w.start()
 	// The claim's GPU is missing but known, so the other GPU can be prepared.
 	if v := n.View(); names(v.Offered.Node.GPUs) != string(first) || names(v.Preparable.Node.GPUs) != string(first) ||
 		len(v.Offered.Node.Problems) != 1 || !strings.Contains(v.Offered.Node.Problems[0].Message, "u-1") || len(v.GPUs) != 2 {
 		t.Errorf("%+v", v)
 	}
-	w.set(func() { w.claims, w.err = nil, errors.New("not JSON") })
-	if v := n.Refresh(); len(v.Offered.Node.GPUs)+len(v.Preparable.Node.GPUs) > 0 ||
+	w.hold(nil, errors.New("not JSON"))
+	if v := n.View(); len(v.Offered.Node.GPUs)+len(v.Preparable.Node.GPUs) > 0 ||
 		len(v.Preparable.Node.Problems) != 1 || !v.Preparable.Ready {
 		t.Errorf("unreadable claims: %+v", v)
 	}
@@ -189,8 +209,7 @@ func TestReferenceClaimsWithholdTheirGPUs(t *testing.T) {
 
 func TestFirstLookEndsWithTheFirstScan(t *testing.T) {
 	w := newWorld(inventory.Snapshot{Code: inventory.CodeNotScanned})
-	c := NewConditions()
-	n := w.node(c)
+	n := w.start()
 	looked := func() bool {
 		select {
 		case <-n.FirstLook():
@@ -199,22 +218,21 @@ func TestFirstLookEndsWithTheFirstScan(t *testing.T) {
 			return false
 		}
 	}
-	c.Report(Condition{Source: "hook"})
-	if n.Refresh(); looked() {
+	n.Report(Condition{Source: "hook"})
+	if looked() {
 		t.Error("before the first scan")
 	}
 	w.scan(inventory.Snapshot{Code: inventory.CodeDriverMissing})
-	if n.Refresh(); !looked() {
+	if !looked() {
 		t.Error("after a scan that failed")
 	}
-	w.scan(ready(first))
-	n.Refresh() // must not close the channel again
+	w.scan(ready(first)) // must not close the channel again
 }
 
 func TestRunFollowsEveryInput(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w, c := newWorld(ready(first)), NewConditions()
-		n := w.node(c)
+		w := newWorld(ready(first))
+		n := w.start()
 		ctx, stop := context.WithCancel(t.Context())
 		var running sync.WaitGroup
 		running.Go(func() { n.Run(ctx) })
@@ -229,26 +247,20 @@ func TestRunFollowsEveryInput(t *testing.T) {
 			}
 		}
 		expect("a scan", 0, func() { w.scan(ready(first, second)) })
-		expect("a condition", 0, func() { c.Report(Condition{Source: "hook"}) })
-		expect("its end", 0, func() { c.Clear("hook") })
-		expect("a missing GPU", 0, func() {
-			w.set(func() {
-				w.missing = []device.GPU{gpu("0000:50:00.0")}
-				close(w.changed)
-				w.changed = make(chan struct{})
-			})
-		})
-		expect("a claim", refreshInterval, func() { w.set(func() { w.claims = []predecessor.Claim{{UID: "u-1"}} }) })
+		expect("a condition", 0, func() { n.Report(Condition{Source: "hook"}) })
+		expect("its end", 0, func() { n.Clear("hook") })
+		expect("a missing GPU", 0, func() { w.lose("0000:50:00.0") })
+		expect("a claim", 0, func() { w.hold([]predecessor.Claim{{UID: "u-1"}}, nil) })
+		expect("a note that the claim has ended", refreshInterval, func() { w.set(func() { w.claims = nil }) })
 		stop()
 		running.Wait()
 	})
 }
 
-// Several goroutines report and clear conditions while others look. A Refresh that begins after a
+// Several goroutines report and clear conditions while others look. A View that is read after a
 // call must have its effect.
-func TestRefreshHasEveryFinishedChange(t *testing.T) {
-	w, c := newWorld(ready(first)), NewConditions()
-	n := w.node(c)
+func TestViewHasEveryFinishedChange(t *testing.T) {
+	n := newWorld(ready(first)).start()
 	ctx, stop := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { n.Run(ctx) })
@@ -257,12 +269,12 @@ func TestRefreshHasEveryFinishedChange(t *testing.T) {
 		source := fmt.Sprint("source-", i)
 		reporting.Go(func() {
 			for range 200 {
-				c.Report(Condition{Source: source, Message: source})
-				if s := n.Refresh().Preparable; s.Ready || !strings.Contains(s.Reason, source) {
+				n.Report(Condition{Source: source, Message: source})
+				if s := n.View().Preparable; s.Ready || !strings.Contains(s.Reason, source) {
 					t.Errorf("%s is missing in %q", source, s.Reason)
 				}
-				c.Clear(source)
-				if s := n.Refresh().Preparable; strings.Contains(s.Reason, source) {
+				n.Clear(source)
+				if s := n.View().Preparable; strings.Contains(s.Reason, source) {
 					t.Errorf("%s is still in %q", source, s.Reason)
 				}
 			}
@@ -282,7 +294,7 @@ func TestRefreshHasEveryFinishedChange(t *testing.T) {
 	reporting.Wait()
 	stop()
 	running.Wait()
-	if v := n.Refresh(); !v.Preparable.Ready {
+	if v := n.View(); !v.Preparable.Ready {
 		t.Errorf("left: %+v", v.Conditions)
 	}
 }

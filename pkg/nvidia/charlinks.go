@@ -26,18 +26,19 @@ func LinkDeviceNodes(p Paths, n Node, dir string) error {
 		nodes = append(nodes[:len(nodes):len(nodes)], g.Edits.DeviceNodes...)
 	}
 	var errs []error
+	visible := p.Mapper()
 	for _, node := range nodes {
-		errs = append(errs, linkDeviceNode(p, node, dir))
+		errs = append(errs, linkDeviceNode(visible, node, dir))
 	}
 	return errors.Join(errs...)
 }
 
-func linkDeviceNode(p Paths, n *specs.DeviceNode, dir string) error {
+func linkDeviceNode(visible func(host string) string, n *specs.DeviceNode, dir string) error {
 	host := n.HostPath
 	if host == "" {
 		host = n.Path
 	}
-	info, err := os.Stat(p.Visible(host))
+	info, err := os.Stat(visible(host))
 	if err != nil {
 		return fmt.Errorf("link the device node: %w", err)
 	}

@@ -13,5 +13,5 @@
 // because a process cannot unload the old C library.
 //
 // Every path is configured by [Paths]. CDI edits have the host's paths, even where the plugin sees
-// the files under other paths. [Paths.Visible] converts a host path to the plugin's path.
+// the files under other paths. [Paths.Mapper] converts host paths to the plugin's path.
 package nvidia

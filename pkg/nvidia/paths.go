@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
@@ -87,24 +88,23 @@ func (p Paths) Host(visible string) string {
 	return visible
 }
 
-// Visible converts a host path to the plugin's view: driver files below the driver root, device
-// nodes below the dev root. All other paths (the hook, the CDI directory) are the same.
-func (p Paths) Visible(host string) string {
+// Mapper returns a function that converts a host path to the plugin's view: driver files below the
+// driver root, device nodes below the dev root. The hook and everything below the directories in
+// same have the same path in both.
+func (p Paths) Mapper(same ...string) func(host string) string {
 	p = p.WithDefaults()
-	if p.DriverRoot == p.HostDriverRoot {
-		return host
-	}
-	if filepath.Clean(host) == p.HookPath {
-		return host
-	}
-	if p.HostDriverRoot != "/" {
-		if rest, ok := hostfile.Below(p.HostDriverRoot, host); ok {
-			return filepath.Join(p.DriverRoot, rest)
+	same = append(same, p.HookPath)
+	below := func(path, root string) bool { return strings.HasPrefix(path+"/", strings.TrimSuffix(root, "/")+"/") }
+	return func(host string) string {
+		host = filepath.Clean(host)
+		switch {
+		case p.DriverRoot == p.HostDriverRoot || !below(host, p.HostDriverRoot):
+			return host
+		case slices.ContainsFunc(same, func(dir string) bool { return below(host, dir) }):
+			return host
+		case p.HostDriverRoot == "/" && below(host, "/dev") && p.DeviceRoot() == "/":
+			return host
 		}
-		return host
+		return filepath.Join(p.DriverRoot, strings.TrimPrefix(host, p.HostDriverRoot))
 	}
-	if _, ok := hostfile.Below("/dev", host); ok && p.DeviceRoot() == "/" {
-		return host
-	}
-	return filepath.Join(p.DriverRoot, host)
 }

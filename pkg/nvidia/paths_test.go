@@ -32,7 +32,7 @@ func TestHostPathsAndVisiblePathsAreInverse(t *testing.T) {
 			if got := tc.paths.WithDefaults().Host(tc.visible); got != tc.host {
 				t.Errorf("host path of %s is %s, want %s", tc.visible, got, tc.host)
 			}
-			if got := tc.paths.Visible(tc.host); got != tc.visible {
+			if got := tc.paths.Mapper()(tc.host); got != tc.visible {
 				t.Errorf("visible path of %s is %s, want %s", tc.host, got, tc.visible)
 			}
 		})

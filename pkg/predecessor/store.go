@@ -30,8 +30,8 @@ type Store struct {
 	err       error
 }
 
-// stamp identifies a version of the checkpoint file by its size and time. If these change, Store
-// reads the file again.
+// stamp identifies a version of the checkpoint file by its size and time. It is zero if there is no
+// file.
 type stamp struct {
 	exists   bool
 	size     int64
@@ -50,29 +50,41 @@ func NewStore(pluginDir, stateDir, driver, bootID string, disk durable.FS) *Stor
 // Path returns the path of the checkpoint.
 func (s *Store) Path() string { return s.path }
 
+// Changed reports whether Claims may have another answer, because the checkpoint has changed or
+// could not be read. Without a checkpoint, a call costs only one stat.
+func (s *Store) Changed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now, err := s.stat()
+	return err != nil || s.err != nil || now != s.lastStamp
+}
+
+func (s *Store) stat() (stamp, error) {
+	info, err := os.Stat(s.path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return stamp{}, nil
+	}
+	if err != nil {
+		return stamp{}, err
+	}
+	return stamp{true, info.Size(), info.ModTime()}, nil
+}
+
 // Claims returns the claims in the checkpoint that have not ended, or none if there is no
-// checkpoint. An error is an [*UnreadableError]. Without a checkpoint, a call costs only one stat
-// call.
+// checkpoint. An error is an [*UnreadableError].
 func (s *Store) Claims() ([]Claim, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	info, err := os.Stat(s.path)
-	if errors.Is(err, fs.ErrNotExist) {
-		s.lastStamp, s.claims, s.err = stamp{}, nil, nil
-		return nil, nil
-	}
-	if err != nil {
-		return nil, &UnreadableError{s.path, err.Error()}
-	}
-	if now := (stamp{true, info.Size(), info.ModTime()}); now != s.lastStamp {
-		s.lastStamp, s.claims, s.err = now, nil, nil
-		if s.claims, s.err = s.read(); s.err != nil {
-			s.err = &UnreadableError{s.path, s.err.Error()}
-			s.lastStamp = stamp{} // read again, because the stamp does not change when an admin fixes the owner or mode
+	now, err := s.stat()
+	// After an error, read again: the stamp does not change when an admin fixes the owner or mode.
+	if err != nil || s.err != nil || now != s.lastStamp {
+		s.lastStamp, s.claims, s.err = now, nil, err
+		if now.exists {
+			s.claims, s.err = s.read()
 		}
 	}
 	if s.err != nil {
-		return nil, s.err
+		return nil, &UnreadableError{s.path, s.err.Error()}
 	}
 	var left []Claim
 	for _, c := range s.claims {

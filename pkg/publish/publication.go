@@ -126,7 +126,7 @@ func (b *publication) firstOffer(ctx context.Context) (offer, error) {
 		if !ok {
 			return offer{}, ctx.Err()
 		}
-		s := b.node.Refresh().Offered
+		s := b.node.View().Offered
 		switch {
 		case s.Ready:
 			o, err := b.builder.Build(ctx, s, b.features)
@@ -240,7 +240,7 @@ func (b *publication) take(ctx context.Context, result buildResult) (ok bool) {
 // the last ones with the taints of now, for the rollout to publish. A node that is not ready keeps
 // its slices, because an empty pool would mean that the GPUs are gone.
 func (b *publication) update(ctx context.Context) {
-	view := b.node.Refresh()
+	view := b.node.View()
 	b.nodeChanged = view.Changed()
 	b.healthChanged = b.health.Changed() // before the verdicts are read, so that no later change is missed
 	s := view.Offered

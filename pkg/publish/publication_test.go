@@ -116,7 +116,7 @@ func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 		advance(time.Minute)
 
 		away.Store(true)
-		u.conditions.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.node.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
 		const outage = 10 * time.Minute
 		advance(outage)
 		if n, most := polls.Load(), int64(outage/rolloutPollMax)+50; n > most {
@@ -127,7 +127,7 @@ func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 		if n := u.taints(t); n != 70 {
 			t.Errorf("%d taints are published after the API server is back", n)
 		}
-		u.conditions.Clear("release")
+		u.node.Clear("release")
 		advance(time.Second)
 		if n := u.taints(t); n != 0 {
 			t.Errorf("%d taints are still published a second after a change", n)

@@ -35,8 +35,7 @@ type Options struct {
 
 // Node says what the node offers now.
 type Node interface {
-	// Refresh returns a View that has every change that ended before the call.
-	Refresh() *nodeview.View
+	View() *nodeview.View
 }
 
 // Health has the health verdicts on the node's devices.
@@ -90,9 +89,6 @@ func New(o Options) *Publisher {
 		rebuild: make(chan struct{}, 1),
 	}
 }
-
-// Wake makes the publisher look at the node again and build its slices. It does not block.
-func (p *Publisher) Wake() { wake(p.rebuild) }
 
 // ClaimEnded tells the publisher that a claim was unprepared, which a change may wait for.
 func (p *Publisher) ClaimEnded() {
@@ -168,7 +164,7 @@ func (p *Publisher) leaderContext(ctx context.Context) (context.Context, context
 func (p *Publisher) waitForContent(ctx context.Context) (adopted []resourceslice.Slice, ok bool) {
 	pause := settleInterval
 	for {
-		view := p.node.Refresh()
+		view := p.node.View()
 		if view.Offered.Ready {
 			return nil, true
 		}

@@ -29,9 +29,8 @@ import (
 
 // fakeInventory fakes an inventory. It returns the snapshot that the test has set.
 type fakeInventory struct {
-	mu      sync.Mutex
-	s       inventory.Snapshot
-	changed chan struct{}
+	mu sync.Mutex
+	s  inventory.Snapshot
 }
 
 func (f *fakeInventory) Snapshot() inventory.Snapshot {
@@ -39,8 +38,6 @@ func (f *fakeInventory) Snapshot() inventory.Snapshot {
 	defer f.mu.Unlock()
 	return f.s
 }
-
-func (f *fakeInventory) Changed() <-chan struct{} { return f.changed }
 
 // fakeHealth fakes the health verdicts.
 type fakeHealth struct {
@@ -76,6 +73,7 @@ func (f *fakeHealth) Missing(inventory.Snapshot) []device.GPU { return nil }
 type noReferenceDriver struct{}
 
 func (noReferenceDriver) Claims() ([]predecessor.Claim, error) { return nil, nil }
+func (noReferenceDriver) Changed() bool                        { return false }
 
 // noEvents drops all Events.
 type noEvents struct{}
@@ -86,30 +84,31 @@ func (noEvents) NormalOnChange(string, string, string) {}
 
 // publishingNode is a node with a publisher, fake hardware and a fake API server.
 type publishingNode struct {
-	client     *fake.Clientset
-	inv        *fakeInventory
-	conditions *nodeview.Conditions
-	health     *fakeHealth
-	records    *fakeRecords
-	publisher  *Publisher
-	stop       func()
+	client    *fake.Clientset
+	inv       *fakeInventory
+	node      *nodeview.Node
+	health    *fakeHealth
+	records   *fakeRecords
+	publisher *Publisher
+	stop      func()
 }
 
 // newPublishingNode returns a node with the snapshot s. Its publisher does not run yet.
 func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Snapshot) *publishingNode {
 	t.Helper()
 	u := &publishingNode{
-		inv: &fakeInventory{s: s, changed: make(chan struct{}, 1)}, conditions: nodeview.NewConditions(),
+		inv:    &fakeInventory{s: s},
 		health: &fakeHealth{changed: make(chan struct{})}, records: &fakeRecords{},
 	}
 	u.client, _ = client.(*fake.Clientset)
+	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{})
 	effects, err := health.ParseEffects("")
 	if err != nil {
 		t.Fatal(err)
 	}
 	u.publisher = New(Options{
 		Client: client, NodeName: "node", Leader: leader.New(t.TempDir(), time.Now()),
-		Node: nodeview.New(u.inv, u.conditions, u.health, noReferenceDriver{}), Health: u.health, Effects: effects, Claims: u.records,
+		Node: u.node, Health: u.health, Effects: effects, Claims: u.records,
 		Events: noEvents{}, Metrics: metrics.New("test"),
 	})
 	return u
@@ -120,7 +119,7 @@ func (u *publishingNode) run(t *testing.T, publish func(context.Context) error) 
 	t.Helper()
 	ctx, stop := context.WithCancel(klog.NewContext(t.Context(), logr.New(slowLogger{})))
 	var running sync.WaitGroup
-	running.Go(func() { u.publisher.node.(*nodeview.Node).Run(ctx) })
+	running.Go(func() { u.node.Run(ctx) })
 	done := make(chan error, 1)
 	go func() { done <- publish(ctx) }()
 	u.stop = sync.OnceFunc(func() {
@@ -162,7 +161,7 @@ func (u *publishingNode) setInventory(s inventory.Snapshot) {
 	u.inv.mu.Lock()
 	u.inv.s = s
 	u.inv.mu.Unlock()
-	wake(u.inv.changed)
+	u.node.Update()
 }
 
 // setXIDs replaces the health verdicts: the first GPU has reported XIDs with these numbers.

@@ -198,7 +198,7 @@ func taintKey(c health.Finding) (key, value string) {
 func (p *Publisher) withTaints(o offer) (_ []resourceslice.Slice, settled bool) {
 	m := marker{
 		view: p.health.View(), effects: p.effects, features: o.features, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
-		conditions: p.node.Refresh().Conditions, now: time.Now(),
+		conditions: p.node.View().Conditions, now: time.Now(),
 	}
 	for _, g := range o.snapshot.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU

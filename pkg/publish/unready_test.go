@@ -48,8 +48,8 @@ func TestTransientConditionTaintsAfterGrace(t *testing.T) {
 			"driver-missing",
 		},
 		"the base spec cannot be written": {
-			func(u *publishingNode) { u.conditions.Report(baseSpec) },
-			func(u *publishingNode) { u.conditions.Clear("base-spec") },
+			func(u *publishingNode) { u.node.Report(baseSpec) },
+			func(u *publishingNode) { u.node.Clear("base-spec") },
 			"base-spec-unwritable",
 		},
 	} {
@@ -109,7 +109,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		u := startPublishingNode(t, fakeapi.New(), manyGPUs())
 		defer u.stop()
 		advance(time.Minute)
-		u.conditions.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.node.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
 		advance(10 * time.Second)
 		untainted := 0
 		fakeapi.Prepend(u.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
@@ -126,7 +126,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		if got := u.taintValues(t); got["not-ready=hardware-released"] != 70 {
 			t.Errorf("while both conditions last: %v", got)
 		}
-		u.conditions.Clear("release")
+		u.node.Clear("release")
 		advance(5 * time.Second)
 		if got := u.taintValues(t); got["not-ready=driver-missing"] != 70 || untainted > 0 {
 			t.Errorf("after the first condition: %v, and %d devices were written without a taint", got, untainted)

@@ -75,7 +75,7 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 			OnMIG: scan.CapabilityEdits(n.Paths()),
 			OnVerify: func(edits specs.ContainerEdits) error {
 				edits.Hooks = nil
-				return cdi.Verify(edits, n.Paths().Visible)
+				return cdi.Mapper(n.Paths().Mapper()).Verify(edits)
 			},
 		},
 	})

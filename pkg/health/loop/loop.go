@@ -101,7 +101,7 @@ type Loop struct {
 	state // of the goroutine that evaluates signals
 }
 
-// state is used by one goroutine only: Restore, then Run.
+// state is used by one goroutine only: New, then Run.
 type state struct {
 	monitor *health.Monitor
 	// flushed is the version of the monitor's verdicts that was last reported. saved is the version
@@ -113,18 +113,29 @@ type state struct {
 	lastSaveError  string // last logged error of save, or "" after a success
 }
 
-// New returns a Loop without verdicts.
-func New(o Options) *Loop {
-	return &Loop{
+// New returns a Loop with the saved findings in its View, so that the first slices have their
+// taints.
+func New(ctx context.Context, o Options) *Loop {
+	l := &Loop{
 		opts:    o,
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
 		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), clearRequests: make(chan string, 1),
 		changed: make(chan struct{}),
 	}
+	if o.Watch == nil {
+		return l
+	}
+	l.monitor = health.New(health.Options{Rules: o.Rules}, time.Now())
+	l.load(ctx)
+	l.syncCards()
+	l.monitor.Changes() // drop the saved findings, which were reported before the restart
+	l.lastTick.Store(time.Now().UnixNano())
+	l.flushed = l.monitor.Version()
+	l.view.Store(l.monitor.View())
+	return l
 }
 
-// View returns the current health verdicts. It is nil before Restore, and on a node without a
-// hardware watcher.
+// View returns the current health verdicts. It is nil on a node without a hardware watcher.
 func (l *Loop) View() *health.View { return l.view.Load() }
 
 // Changed returns a channel that is closed at the next change of View.
@@ -166,21 +177,6 @@ func replaceLatest[T any](latest chan T, v T) {
 		case <-latest:
 		}
 	}
-}
-
-// Restore loads the saved findings and sets the first View. It must be called before Run, and
-// before the first slices are published, or these would lack taints.
-func (l *Loop) Restore(ctx context.Context) {
-	if l.opts.Watch == nil {
-		return
-	}
-	l.monitor = health.New(health.Options{Rules: l.opts.Rules}, time.Now())
-	l.load(ctx)
-	l.syncCards()
-	l.monitor.Changes() // drop the saved findings, which were reported before the restart
-	l.lastTick.Store(time.Now().UnixNano())
-	l.flushed = l.monitor.Version()
-	l.setView(l.monitor.View())
 }
 
 // Run evaluates signals until the context ends.

@@ -91,10 +91,10 @@ type loopTest struct {
 }
 
 // newLoop returns a loop that saves its findings in dir. Its node has two GPUs.
-func newLoop(dir string, held ...string) *loopTest {
+func newLoop(ctx context.Context, dir string, held ...string) *loopTest {
 	l := &loopTest{reports: &reports{}, inventory: &fakeInventory{}}
 	l.inventory.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
-	l.Loop = New(Options{
+	l.Loop = New(ctx, Options{
 		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: heldDevices(held), Reporter: l.reports,
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
 			l.send = report
@@ -109,9 +109,8 @@ func newLoop(dir string, held ...string) *loopTest {
 func runLoop(t *testing.T, dir string, test func(l *loopTest), held ...string) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		l := newLoop(dir, held...)
 		ctx, cancel := context.WithCancel(t.Context())
-		l.Restore(ctx)
+		l := newLoop(ctx, dir, held...)
 		var wg sync.WaitGroup
 		wg.Go(func() { l.Run(ctx) })
 		wg.Go(func() { _ = l.Watcher(ctx)(ctx) })
@@ -211,8 +210,7 @@ func TestRestartKeepsVerdicts(t *testing.T) {
 		l.send(xidAt("0000:1b:00.0", 79))
 		advance(time.Second)
 	})
-	again := newLoop(dir)
-	again.Restore(t.Context())
+	again := newLoop(t.Context(), dir)
 	if s := again.state("0000:1b:00.0"); s != health.Unhealthy || again.flushes() != 0 {
 		t.Errorf("after a restart it is %s, and %d reports repeat it", s, again.flushes())
 	}
@@ -220,8 +218,7 @@ func TestRestartKeepsVerdicts(t *testing.T) {
 
 func TestOnlyTheLeaderSavesHealth(t *testing.T) {
 	dir := t.TempDir()
-	l := newLoop(dir)
-	l.Restore(t.Context())
+	l := newLoop(t.Context(), dir)
 	l.save(t.Context())
 	if names, err := filepath.Glob(filepath.Join(dir, "*")); err != nil || len(names) != 0 {
 		t.Errorf("%q, %v", names, err)
@@ -263,8 +260,7 @@ func TestGrowingCountersAreSavedOnceAMinute(t *testing.T) {
 }
 
 func TestNodeWithoutWatcherHasNoVerdicts(t *testing.T) {
-	l := New(Options{StateDir: t.TempDir(), BootID: "boot"})
-	l.Restore(t.Context())
+	l := New(t.Context(), Options{StateDir: t.TempDir(), BootID: "boot"})
 	l.Run(t.Context())
 	if l.View() != nil || l.Stale(time.Now()) || len(l.Missing(readyWith())) != 0 {
 		t.Errorf("%+v", l.View())

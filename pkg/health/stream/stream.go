@@ -34,7 +34,7 @@ type Sources struct {
 
 // Node knows the node's GPUs and whether it is ready.
 type Node interface {
-	Refresh() *nodeview.View
+	View() *nodeview.View
 }
 
 // Verdicts has the health of the devices.
@@ -59,7 +59,7 @@ func Send(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport, 
 	defer tick.Stop()
 	for {
 		changed := from.Verdicts.Changed() // before View is read, so that no later change is missed
-		node, now := from.Node.Refresh(), time.Now()
+		node, now := from.Node.View(), time.Now()
 		lost, lostChanged := from.Claims.LostDevices()
 		r := reporter{pool: from.Pool, view: from.Verdicts.View(), stale: from.Verdicts.Stale(now), lost: lost}
 		select {

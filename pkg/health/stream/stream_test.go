@@ -33,13 +33,12 @@ type node struct {
 	stale    bool
 	// changed and lostChanged are closed at a change.
 	changed, lostChanged chan struct{}
-	conditions           *nodeview.Conditions
 	here                 *nodeview.Node
 }
 
 func newNode() *node {
 	halves := &device.MIG{Profiles: []device.Profile{{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 1, Starts: []uint32{0, 1}}}}
-	n := &node{changed: make(chan struct{}), lostChanged: make(chan struct{}), conditions: nodeview.NewConditions()}
+	n := &node{changed: make(chan struct{}), lostChanged: make(chan struct{})}
 	n.snapshot = inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{
 		{GPU: device.GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", MIG: halves}},
 		{GPU: device.GPU{PCIAddress: "0000:43:00.0", UUID: "GPU-2"}},
@@ -49,11 +48,16 @@ func newNode() *node {
 
 func (n *node) Snapshot() inventory.Snapshot                      { return n.snapshot }
 func (n *node) Missing(inventory.Snapshot) []device.GPU           { return nil }
-func (n *node) Claims() ([]predecessor.Claim, error)              { return nil, nil }
 func (n *node) View() *health.View                                { return n.view }
 func (n *node) Changed() <-chan struct{}                          { return n.changed }
 func (n *node) Stale(time.Time) bool                              { return n.stale }
 func (n *node) LostDevices() (map[string]string, <-chan struct{}) { return n.lost, n.lostChanged }
+
+// noReferenceDriver fakes a node on which NVIDIA's DRA driver never ran.
+type noReferenceDriver struct{}
+
+func (noReferenceDriver) Claims() ([]predecessor.Claim, error) { return nil, nil }
+func (noReferenceDriver) Changed() bool                        { return false }
 
 // fail lets the GPU with this address report an XID that makes it unhealthy.
 func (n *node) fail(address device.PCIAddress, uuid string) {
@@ -73,7 +77,7 @@ func withStream(t *testing.T, setUp func(n *node), test func(n *node, next next)
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode()
 		setUp(n)
-		n.here = nodeview.New(n, n.conditions, n, n)
+		n.here = nodeview.New(n, n, noReferenceDriver{})
 		ctx, cancel := context.WithCancel(t.Context())
 		reports, done := make(chan kubeletplugin.DeviceHealthReport), make(chan struct{})
 		go func() {
@@ -144,8 +148,7 @@ func TestChangesAreReportedAtOnce(t *testing.T) {
 	for name, change := range map[string]func(n *node) string{
 		"of a verdict": func(n *node) string { n.fail("0000:43:00.0", "GPU-2"); close(n.changed); return other },
 		"of the node": func(n *node) string {
-			n.conditions.Report(nodeview.Condition{Source: "hook", Message: "the hook is missing"})
-			n.here.Refresh()
+			n.here.Report(nodeview.Condition{Source: "hook", Message: "the hook is missing"})
 			return gpu
 		},
 		"of a claim's devices": func(n *node) string {

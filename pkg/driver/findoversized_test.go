@@ -1,31 +1,16 @@
-package publish
+package driver
 
 import (
 	"strings"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-func ofMemory(amount string) *resourceapi.CapacityRequirements {
-	return &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(amount)}}
-}
-
-func exactly(name, amount string) resourceapi.DeviceRequest {
-	r := resourceapi.DeviceRequest{Name: name, Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com"}}
-	if amount != "" {
-		r.Exactly.Capacity = ofMemory(amount)
-	}
-	return r
-}
-
 func result(request, name string) resourceapi.DeviceRequestAllocationResult {
-	return resourceapi.DeviceRequestAllocationResult{Driver: device.DriverName, Pool: "node", Device: name, Request: request}
+	return resourceapi.DeviceRequestAllocationResult{Driver: DriverName, Pool: "node", Device: name, Request: request}
 }
 
 // findOversized must find requests for at most half of the memory of the whole GPU that they got.
@@ -79,11 +64,11 @@ func TestFindOversized(t *testing.T) {
 				claim.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: c.results}}
 			}
 			found := findOversized(claim, readyWith("0000:1b:00.0", "0000:43:00.0").Node.GPUs)
-			if (found != nil) != (c.parts != nil) {
-				t.Fatalf("found %v", found)
+			if (found != "") != (c.parts != nil) {
+				t.Fatalf("found %q", found)
 			}
 			for _, part := range c.parts {
-				if !strings.Contains(found.String(), part) {
+				if !strings.Contains(found, part) {
 					t.Errorf("%q does not say %q", found, part)
 				}
 			}

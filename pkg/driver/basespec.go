@@ -1,0 +1,70 @@
+package driver
+
+import (
+	"context"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
+)
+
+// baseSpec keeps the node-wide base CDI spec and the links to device nodes as the inventory says.
+// While the spec cannot be written, the node is not ready. Only one goroutine may use it.
+type baseSpec struct {
+	node *nodeview.Node
+	// leader knows whether a newer plugin instance leads. That one maintains the files that exist once
+	// per node: this spec and the CDI hook.
+	leader     *leader.Lock
+	hardware   *quiesce.Access
+	specs      *cdi.Store
+	reconciler *reconciler.Reconciler
+	paths      nvidia.Paths
+	// charDir is the host's /dev/char, or empty if the plugin makes no links there.
+	charDir string
+
+	files      string // the fingerprint of the device nodes at the last write
+	renumbered bool   // the CDI specs of prepared claims may have old device numbers
+}
+
+// Source implements [nodeview.Check].
+func (*baseSpec) Source() string { return "base-spec" }
+
+// Look implements [nodeview.Check].
+func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
+	done, ok := b.hardware.Use()
+	defer done()
+	s := b.node.View().Inventory
+	if !ok || !s.Ready || b.leader.NewerLeads() {
+		return nil, true // another condition says why the spec is not written
+	}
+	write, changed := b.specs.WriteBase, s.Files != b.files
+	if changed {
+		write = b.specs.RewriteBase
+	}
+	if err := write(s.Node.Common); err != nil {
+		return &nodeview.Condition{
+			Code: nodeview.CodeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
+			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
+		}, true
+	}
+	if err := nvidia.LinkDeviceNodes(b.paths, s.Node, b.charDir); err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to link device nodes by number; "+
+			"containers may lose their GPU when systemd reloads its units")
+	}
+	b.files, b.renumbered = s.Files, b.reconciler.TakeUncheckedSpecs() || changed
+	return nil, true
+}
+
+// takeRenumbered reports whether the CDI specs of prepared claims must be checked, because the
+// device nodes were created again. The next call returns false.
+func (b *baseSpec) takeRenumbered() bool {
+	was := b.renumbered
+	b.renumbered = false
+	return was
+}
