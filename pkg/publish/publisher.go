@@ -120,14 +120,15 @@ func (p *Publisher) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		// When a newer plugin instance that took over has ended, this one becomes the leader again even
 		// if the node is not ready. The reason may be a missing CDI hook, which only a leader installs.
-		if err := p.leader.Acquire(ctx); err != nil {
+		handover, err := p.leader.Acquire(ctx)
+		if err != nil {
 			return unlessDone(ctx, fmt.Errorf("acquire the leader lock: %w", err))
 		}
 		p.setLeader(true)
 		p.builder.layouts.Reset() // another plugin instance may have published since
 		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
-		leading, stop := p.leaderContext(ctx)
-		err := p.publish(leading)
+		leading, stop := leaderContext(ctx, handover)
+		err = p.publish(leading)
 		stop()
 		p.setLeader(false)
 		p.leader.Release(ctx)
@@ -143,14 +144,14 @@ func (p *Publisher) setLeader(is bool) {
 	p.health.SetLeader(is)
 }
 
-// leaderContext returns a context that ends when a newer plugin instance asks to lead. This also
-// cancels running calls to the API server.
-func (p *Publisher) leaderContext(ctx context.Context) (context.Context, context.CancelFunc) {
+// leaderContext returns a context that ends when a newer plugin instance asks for a hand-over. This
+// also cancels running calls to the API server.
+func leaderContext(ctx context.Context, handover <-chan struct{}) (context.Context, context.CancelFunc) {
 	leading, stop := context.WithCancel(ctx)
 	go func() {
 		select {
 		case <-leading.Done():
-		case <-p.leader.HandoverRequested():
+		case <-handover:
 			klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
 			stop()
 		}

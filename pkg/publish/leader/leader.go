@@ -70,15 +70,16 @@ func (l *Lock) NewerLeads() bool { return l.newerLeads.Load() }
 func (l *Lock) LeadsAgain() <-chan struct{} { return l.leadsAgain }
 
 // Acquire waits until this plugin instance has the leader lock, and asks an older leader to give it
-// up. It returns an error if the context ends or the lock file cannot be locked.
-func (l *Lock) Acquire(ctx context.Context) error {
+// up. The returned channel is closed when a newer instance asks to lead. It returns an error if the
+// context ends or the lock file cannot be locked.
+func (l *Lock) Acquire(ctx context.Context) (handover <-chan struct{}, _ error) {
 	tick := time.NewTicker(lockPoll)
 	defer tick.Stop()
 	for {
 		if time.Now().After(l.standbyUntil) {
 			locked, err := l.lock.TryLock()
 			if err != nil {
-				return fmt.Errorf("lock %s: %w", l.lock.Path(), err)
+				return nil, fmt.Errorf("lock %s: %w", l.lock.Path(), err)
 			}
 			if locked {
 				break
@@ -95,7 +96,7 @@ func (l *Lock) Acquire(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return nil, ctx.Err()
 		case <-tick.C:
 		}
 	}
@@ -114,11 +115,8 @@ func (l *Lock) Acquire(ctx context.Context) error {
 		default: // the reader has not yet read the last one
 		}
 	}
-	return nil
+	return l.handover, nil
 }
-
-// HandoverRequested returns a channel that is closed when a newer plugin instance asks to lead.
-func (l *Lock) HandoverRequested() <-chan struct{} { return l.handover }
 
 // Release gives up the leader lock. Acquire does not try to take it again for standbyPause, so that
 // the newer instance gets it.

@@ -8,28 +8,27 @@ import (
 	"time"
 )
 
-func acquire(t *testing.T, l *Lock) {
+func acquire(t *testing.T, l *Lock) (handover <-chan struct{}) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	if err := l.Acquire(ctx); err != nil {
+	handover, err := l.Acquire(ctx)
+	if err != nil {
 		t.Fatalf("acquire the leader lock: %v", err)
 	}
+	return handover
 }
 
 func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	dir := t.TempDir()
 	now := time.Now()
 	older, newer := New(dir, now), New(dir, now.Add(time.Second))
-	acquire(t, older)
+	fromOlder := acquire(t, older)
 
-	acquired := make(chan struct{})
-	go func() {
-		acquire(t, newer)
-		close(acquired)
-	}()
+	acquired := make(chan (<-chan struct{}))
+	go func() { acquired <- acquire(t, newer) }()
 	select {
-	case <-older.HandoverRequested():
+	case <-fromOlder:
 	case <-time.After(20 * time.Second):
 		t.Fatal("the older instance got no hand-over request")
 	}
@@ -37,7 +36,7 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 		t.Error("the newer instance leads before the older one has released the lock")
 	}
 	older.Release(t.Context())
-	<-acquired
+	fromNewer := <-acquired
 	if !older.NewerLeads() || newer.NewerLeads() {
 		t.Errorf("after the hand-over a newer one leads: %v for the older, %v for the newer", older.NewerLeads(), newer.NewerLeads())
 	}
@@ -46,11 +45,11 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	// lock.
 	ctx, cancel := context.WithTimeout(t.Context(), standbyPause+5*lockPoll)
 	defer cancel()
-	if err := older.Acquire(ctx); err == nil {
+	if _, err := older.Acquire(ctx); err == nil {
 		t.Fatal("two instances lead")
 	}
 	select {
-	case <-newer.HandoverRequested():
+	case <-fromNewer:
 		t.Fatal("the newer instance got a hand-over request from the older one")
 	default:
 	}
@@ -84,15 +83,15 @@ func TestKilledInstanceCostsLeaderOneHandover(t *testing.T) {
 	dir := t.TempDir()
 	now := time.Now()
 	holder, killed := New(dir, now), New(dir, now.Add(time.Second))
-	acquire(t, holder)
+	handover := acquire(t, holder)
 	if err := killed.requestHandover(); err != nil {
 		t.Fatal(err)
 	}
-	<-holder.HandoverRequested()
+	<-handover
 	holder.Release(t.Context())
-	acquire(t, holder)
+	handover = acquire(t, holder)
 	select {
-	case <-holder.HandoverRequested():
+	case <-handover:
 		t.Fatal("one request caused two hand-overs")
 	case <-time.After(2 * requestPoll):
 	}
@@ -113,7 +112,7 @@ func TestGarbageInRequestFileIsIgnored(t *testing.T) {
 }
 
 func TestAcquireFailsWithoutLockDirectory(t *testing.T) {
-	if err := New(filepath.Join(t.TempDir(), "missing"), time.Now()).Acquire(t.Context()); err == nil {
+	if _, err := New(filepath.Join(t.TempDir(), "missing"), time.Now()).Acquire(t.Context()); err == nil {
 		t.Fatal("acquired a lock in a missing directory")
 	}
 }
