@@ -1,35 +1,36 @@
 package metrics
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
 
 type healthMetrics struct {
 	gpus           *current
 	findings       *current
 	events         *prometheus.CounterVec
 	receivesEvents prometheus.Gauge
+	eventsOnce     sync.Once
 	tainted        *current
 	released       prometheus.Gauge
 }
 
-func newHealthMetrics() healthMetrics {
-	return healthMetrics{
-		gpus: newCurrent("gpu_health", "1 for the state of each GPU, and of each partition with a finding: Healthy, Degraded, "+
+func newHealthMetrics(auto factory) *healthMetrics {
+	return &healthMetrics{
+		gpus: auto.current("gpu_health", "1 for the state of each GPU, and of each partition with a finding: Healthy, Degraded, "+
 			"Unknown, Unhealthy or Lost. The worst finding decides. "+
 			"The code names the reason and is empty while healthy.", "device", "state", "code"),
-		findings: newCurrent("health_findings", "1 for each finding about a GPU or a part of it that has not ended, by the state "+
+		findings: auto.current("health_findings", "1 for each finding about a GPU or a part of it that has not ended, by the state "+
 			"that it causes. "+
 			"Findings that do not make a device unhealthy are included.", "device", "code", "state"),
-		events: counters("health_events_total", "Events of GPUs about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
-		receivesEvents: gauge("health_events_heard", "1 while the plugin receives the hardware's events, else 0. Without events only "+
-			"polling finds health problems."),
-		tainted: newCurrent("tainted_devices", "Devices with a taint of this driver, by the taint's key without its domain and by "+
+		events: auto.counters("health_events_total", "Events of GPUs about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
+		receivesEvents: prometheus.NewGauge(prometheus.GaugeOpts{Name: "health_events_heard",
+			Help: "1 while the plugin receives the hardware's events, else 0. Without events only polling finds health problems."}),
+		tainted: auto.current("tainted_devices", "Devices with a taint of this driver, by the taint's key without its domain and by "+
 			"its effect.", "key", "effect"),
-		released: gauge("driver_released", "1 while the plugin has released the hardware for a driver upgrade, else 0."),
+		released: auto.gauge("driver_released", "1 while the plugin has released the hardware for a driver upgrade, else 0."),
 	}
-}
-
-func (h healthMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{h.gpus, h.findings, h.events, h.tainted, h.released}
 }
 
 // DeviceHealth is the health of one device, or one finding (a single problem of the device). Code
@@ -67,7 +68,7 @@ func (m *Metrics) Released(is bool) { m.health.released.Set(number(is)) }
 // ReceivesEvents sets whether the plugin receives the hardware's events. The metric appears only
 // after the first call, so it is missing on a node that does not watch events.
 func (m *Metrics) ReceivesEvents(is bool) {
-	m.eventsOnce.Do(func() { m.Registry.MustRegister(m.health.receivesEvents) })
+	m.health.eventsOnce.Do(func() { m.prefixed.MustRegister(m.health.receivesEvents) })
 	m.health.receivesEvents.Set(number(is))
 }
 

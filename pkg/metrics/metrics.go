@@ -11,6 +11,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 // Operation names the kubelet call that a duration or an error belongs to.
@@ -24,6 +25,8 @@ const (
 // Metrics holds the plugin's Prometheus registry and the metrics in it.
 type Metrics struct {
 	Registry *prometheus.Registry
+	// prefixed registers metrics with Registry, and adds the prefix gpu_dra_ to their names.
+	prefixed prometheus.Registerer
 
 	duration             *prometheus.HistogramVec
 	requestErrors        *prometheus.CounterVec
@@ -39,67 +42,69 @@ type Metrics struct {
 	referenceClaims      prometheus.Gauge
 	unreadableCheckpoint prometheus.Gauge
 	mig                  migMetrics
-	health               healthMetrics
-	eventsOnce           sync.Once
+	health               *healthMetrics
 	mps                  *mpsMetrics
 }
 
 // New returns metrics with a registry of their own, so that tests can have several in one process.
+// A new metric needs a field, a line here, a method that sets it, and a row in docs/operations.md.
 func New(version string) *Metrics {
+	registry := prometheus.NewRegistry()
+	prefixed := prometheus.WrapRegistererWithPrefix("gpu_dra_", registry)
+	auto := factory{promauto.With(prefixed)}
 	m := &Metrics{
-		Registry: prometheus.NewRegistry(),
-		duration: histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
+		Registry: registry, prefixed: prefixed,
+		duration: auto.histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
 			prometheus.ExponentialBuckets(0.001, 2, 16), "operation"), // 1 ms … 33 s; the kubelet gives a call 45 s
-		requestErrors: counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.", "operation", "cause"),
-		statusErrors:  counters("claim_status_errors_total", "Failed attempts to write a claim's devices into its status.devices.", "cause"),
-		publishErrors: prometheus.NewCounter(prometheus.CounterOpts(named("publish_errors_total",
-			"Failed attempts to publish ResourceSlices. Each is retried."))),
-		repairs: counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
-		devices: gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
-		ready: gauge("inventory_ready",
-			"1 if the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."),
-		publisher:    gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
-		devicePlugin: gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
-		slowScheduler: gauge("slow_scheduler",
+		requestErrors: auto.counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.",
+			"operation", "cause"),
+		statusErrors:  auto.counters("claim_status_errors_total", "Failed attempts to write a claim's devices into its status.devices.", "cause"),
+		publishErrors: auto.counter("publish_errors_total", "Failed attempts to publish ResourceSlices. Each is retried."),
+		repairs:       auto.counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
+		devices:       auto.gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
+		ready: prometheus.NewGauge(prometheus.GaugeOpts{Name: "inventory_ready",
+			Help: "1 if the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."}),
+		publisher:    auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		devicePlugin: auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		slowScheduler: auto.gauge("slow_scheduler",
 			"1 on a node that publishes counters to a cluster before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
-		referenceClaims: gauge("predecessor_claims",
+		referenceClaims: auto.gauge("predecessor_claims",
 			"Claims that NVIDIA's DRA driver prepared on this node and that have not ended. Their GPUs are not offered."),
-		unreadableCheckpoint: gauge("predecessor_unreadable",
+		unreadableCheckpoint: auto.gauge("predecessor_unreadable",
 			"1 while the checkpoint of NVIDIA's DRA driver cannot be read and no GPU is offered, else 0."),
-		mig:    newMIGMetrics(),
-		health: newHealthMetrics(),
-		mps:    newMPSMetrics(),
+		mig:    newMIGMetrics(auto),
+		health: newHealthMetrics(auto),
+		mps:    newMPSMetrics(auto),
 	}
-	build := named("build_info", "Always 1. The labels name the running version.")
-	build.ConstLabels = prometheus.Labels{"version": version, "go_version": runtime.Version()}
-	m.Registry.MustRegister(m.duration, m.requestErrors, m.statusErrors, m.publishErrors, m.repairs, m.devices,
-		m.publisher, m.devicePlugin, m.slowScheduler, m.referenceClaims, m.unreadableCheckpoint,
-		m.mig.duration, m.mig.errors, m.mig.instances, m.mig.gpus, m.mps.start, m.mps.errors, m.mps.daemons, m.mps.restarts,
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts(build), func() float64 { return 1 }),
-		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	m.Registry.MustRegister(m.health.collectors()...)
+	auto.NewGauge(prometheus.GaugeOpts{
+		Name: "build_info", Help: "Always 1. The labels name the running version.",
+		ConstLabels: prometheus.Labels{"version": version, "go_version": runtime.Version()},
+	}).Set(1)
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
 
-// named adds the prefix gpu_dra_ to the name of a metric.
-func named(name, help string) prometheus.Opts {
-	return prometheus.Opts{Name: "gpu_dra_" + name, Help: help}
+// factory creates metrics that are registered.
+type factory struct{ promauto.Factory }
+
+func (f factory) counter(name, help string) prometheus.Counter {
+	return f.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
 }
 
-func counters(name, help string, labels ...string) *prometheus.CounterVec {
-	return prometheus.NewCounterVec(prometheus.CounterOpts(named(name, help)), labels)
+func (f factory) counters(name, help string, labels ...string) *prometheus.CounterVec {
+	return f.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, labels)
 }
 
-func gauge(name, help string) prometheus.Gauge {
-	return prometheus.NewGauge(prometheus.GaugeOpts(named(name, help)))
+func (f factory) gauge(name, help string) prometheus.Gauge {
+	return f.NewGauge(prometheus.GaugeOpts{Name: name, Help: help})
 }
 
-func gauges(name, help string, labels ...string) *prometheus.GaugeVec {
-	return prometheus.NewGaugeVec(prometheus.GaugeOpts(named(name, help)), labels)
+func (f factory) gauges(name, help string, labels ...string) *prometheus.GaugeVec {
+	return f.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, labels)
 }
 
-func histograms(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-	return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: named(name, help).Name, Help: help, Buckets: buckets}, labels)
+func (f factory) histograms(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+	return f.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
 }
 
 // Request adds the time that one claim took in one kubelet call. If cause is not empty, it also
@@ -115,7 +120,7 @@ func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
 // function count, so that kubelet calls need not count hundreds of claims. If count fails, the
 // scrape lacks these metrics.
 func (m *Metrics) CountPrepared(count func() (claims, gpus int, err error)) {
-	m.Registry.MustRegister(preparedCollector{count})
+	m.prefixed.MustRegister(preparedCollector{count})
 }
 
 type preparedCollector struct {
@@ -123,8 +128,8 @@ type preparedCollector struct {
 }
 
 var (
-	preparedClaims = prometheus.NewDesc(named("prepared_claims", "").Name, "Claims that are prepared on this node.", nil, nil)
-	heldGPUs       = prometheus.NewDesc(named("held_gpus", "").Name, "GPUs of this node that claims hold exclusively.", nil, nil)
+	preparedClaims = prometheus.NewDesc("prepared_claims", "Claims that are prepared on this node.", nil, nil)
+	heldGPUs       = prometheus.NewDesc("held_gpus", "GPUs of this node that claims hold exclusively.", nil, nil)
 )
 
 func (preparedCollector) Describe(to chan<- *prometheus.Desc) { to <- preparedClaims; to <- heldGPUs }
@@ -142,7 +147,7 @@ func (h preparedCollector) Collect(to chan<- prometheus.Metric) {
 func (m *Metrics) Inventory(ready bool, gpus int) {
 	// Register this metric at the first call. A node without a GPU never calls Inventory, so it lacks
 	// the metric and triggers no alert.
-	m.readyOnce.Do(func() { m.Registry.MustRegister(m.ready) })
+	m.readyOnce.Do(func() { m.prefixed.MustRegister(m.ready) })
 	m.ready.Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }

@@ -15,14 +15,14 @@ type migMetrics struct {
 	gpus      *current
 }
 
-func newMIGMetrics() migMetrics {
+func newMIGMetrics(auto factory) migMetrics {
 	return migMetrics{
-		duration: histograms("mig_operation_duration_seconds", "Time of one call that reads or changes a GPU's partitions, successful or not.",
+		duration: auto.histograms("mig_operation_duration_seconds", "Time of one call that reads or changes a GPU's partitions, successful or not.",
 			prometheus.ExponentialBuckets(0.01, 2, 13), "operation"), // 10 ms … 41 s
-		errors: counters("mig_operation_errors_total", "Failed calls that read or change a GPU's partitions, by code.", "operation", "code"),
-		instances: newCurrent("mig_instances", "MIG devices by profile and state: offered (they may not exist yet), made for "+
+		errors: auto.counters("mig_operation_errors_total", "Failed calls that read or change a GPU's partitions, by code.", "operation", "code"),
+		instances: auto.current("mig_instances", "MIG devices by profile and state: offered (they may not exist yet), made for "+
 			"claims (ours), made by an admin (foreign).", "profile", "state"),
-		gpus: newCurrent("mig_gpus", "GPUs with MIG, by the reason why they are not offered as their policy says. The reason is "+
+		gpus: auto.current("mig_gpus", "GPUs with MIG, by the reason why they are not offered as their policy says. The reason is "+
 			"empty for GPUs that are.",
 			"reason"),
 	}
@@ -80,8 +80,8 @@ type current struct {
 	shown map[string][]string // label values of the current time series
 }
 
-func newCurrent(name, help string, labels ...string) *current {
-	return &current{GaugeVec: gauges(name, help, labels...)}
+func (f factory) current(name, help string, labels ...string) *current {
+	return &current{GaugeVec: f.gauges(name, help, labels...)}
 }
 
 func (c *current) replace(all func(set func(n int, labels ...string))) {

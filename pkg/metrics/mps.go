@@ -19,17 +19,15 @@ type mpsMetrics struct {
 	seen map[string]int // restarts counted so far, by daemon ID; nil before the first call of MPS
 }
 
-func newMPSMetrics() *mpsMetrics {
+func newMPSMetrics(auto factory) *mpsMetrics {
 	return &mpsMetrics{
-		start: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: named("mps_start_duration_seconds", "").Name, Help: "Time until an MPS daemon for a claim was ready, or failed to start.",
+		start: auto.NewHistogram(prometheus.HistogramOpts{
+			Name: "mps_start_duration_seconds", Help: "Time until an MPS daemon for a claim was ready, or failed to start.",
 			Buckets: prometheus.ExponentialBuckets(0.001, 2, 16), // 1 ms … 33 s
 		}),
-		errors: prometheus.NewCounter(prometheus.CounterOpts(named("mps_start_errors_total",
-			"Failed starts of MPS daemons. Each is retried."))),
-		daemons: newCurrent("mps_daemons", "MPS daemons of this node, by state: Starting, Ready, Failed.", "state"),
-		restarts: prometheus.NewCounter(prometheus.CounterOpts(named("mps_restarts_total",
-			"MPS daemons that ended unexpectedly, which also ends their clients."))),
+		errors:   auto.counter("mps_start_errors_total", "Failed starts of MPS daemons. Each is retried."),
+		daemons:  auto.current("mps_daemons", "MPS daemons of this node, by state: Starting, Ready, Failed.", "state"),
+		restarts: auto.counter("mps_restarts_total", "MPS daemons that ended unexpectedly, which also ends their clients."),
 	}
 }
 
