@@ -74,21 +74,16 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return err
 	}
-	hardware, err := driver.NewHardware(cfg)
+	executable, err := os.Executable()
 	if err != nil {
-		return err
+		return fmt.Errorf("find the plugin's own binary, whose child processes access the hardware: %w", err)
 	}
-	partitions, err := driver.NewPartitions(cfg, m)
-	if err != nil {
-		return err
-	}
+	partitions := driver.NewPartitions(cfg, executable, m)
 	defer partitions.Close()
-	watch, err := driver.NewWatch(cfg, partitions)
-	if err != nil {
-		return err
-	}
-	d, err := driver.New(ctx, cfg, driver.Parts{Client: client, StatusClient: statusClient, Hardware: hardware,
-		Partitions: partitions, Watch: watch, Metrics: m})
+	d, err := driver.New(ctx, cfg, driver.Parts{
+		Client: client, StatusClient: statusClient, Hardware: driver.NewHardware(cfg, executable),
+		Partitions: partitions, Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
+	})
 	if err != nil {
 		return err
 	}

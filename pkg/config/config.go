@@ -17,53 +17,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// Config is the resolved configuration of one plugin process.
-type Config struct {
-	NodeName      string
-	Namespace     string
-	PodName       string
-	PodUID        string
-	DaemonSetName string
-	Kubeconfig    string
-
-	PluginDir    string
-	RegistrarDir string
-	CDIRoot      string
-
-	DriverRoot      string
-	DriverRootMount string
-	DevRoot         string
-	DriverDirs      string
-	SysfsRoot       string
-	ProcRoot        string
-	CgroupRoot      string
-	HookSource      string
-	HookPath        string
-	LdconfigPath    string
-	DevCharDir      string
-	MPSHookSource   string
-	MPS             bool
-	ShmRoot         string
-	CRISocket       string
-	MIGPolicy       string
-	Shares          string
-	HealthEffects   string
-	XIDRules        string
-	ReleaseLabels   string
-	ClaimGrace      time.Duration
-	ClaimStatus     bool
-	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
-	// same node: ConflictRefuse or ConflictWarn.
-	DevicePluginConflict string
-
-	HTTPAddress       string
-	GRPCHealthAddress string
-	KubeAPIQPS        float64
-	KubeAPIBurst      int
-	Verbosity         int
-	LoggingFormat     string
-}
-
 // ConflictRefuse and ConflictWarn are the values of DevicePluginConflict. With refuse the plugin
 // prepares no claims and taints the devices. With warn it only warns.
 const (
@@ -74,32 +27,6 @@ const (
 // minClaimGrace is the shortest ClaimGrace that Validate accepts, except 0, with which the plugin
 // never releases the devices of claims that are missing from the API server.
 const minClaimGrace = 10 * time.Second
-
-// Default returns the configuration for a plain host: the NVIDIA driver is installed in the host's
-// root file system, and the kubelet has its usual root directory.
-func Default() *Config {
-	return &Config{
-		PluginDir:            "/var/lib/kubelet/plugins/gpu.nvidia.com",
-		RegistrarDir:         "/var/lib/kubelet/plugins_registry",
-		CDIRoot:              "/var/run/cdi",
-		DriverRoot:           "/",
-		SysfsRoot:            "/sys",
-		ProcRoot:             "/proc",
-		HookSource:           "/usr/bin/nvidia-cdi-hook",
-		HealthEffects:        health.DefaultEffects,
-		ReleaseLabels:        "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
-		ClaimGrace:           5 * time.Minute,
-		ClaimStatus:          true,
-		DevicePluginConflict: ConflictRefuse,
-		MPSHookSource:        "/usr/bin/gpu-mps",
-		ShmRoot:              "/dev/shm",
-		CgroupRoot:           "/sys/fs/cgroup",
-		HTTPAddress:          ":8080",
-		KubeAPIQPS:           100,
-		KubeAPIBurst:         200,
-		LoggingFormat:        "text",
-	}
-}
 
 // complete fills in empty values whose default depends on other values.
 func (c *Config) complete() {

@@ -5,29 +5,82 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// Field is one row of the table of settings. Name is in kebab case, Usage is the description, and
-// Value reads and sets the setting in the [Config].
-type Field struct {
-	Name  string
-	Usage string
-	Value pflag.Value
+// Config is the resolved configuration of one plugin process. A new setting needs a field, a default
+// in [Default] and a row in Fields.
+type Config struct {
+	NodeName      string
+	Namespace     string
+	PodName       string
+	PodUID        string
+	DaemonSetName string
+	Kubeconfig    string
+
+	PluginDir    string
+	RegistrarDir string
+	CDIRoot      string
+
+	DriverRoot      string
+	DriverRootMount string
+	DevRoot         string
+	DriverDirs      string
+	SysfsRoot       string
+	ProcRoot        string
+	CgroupRoot      string
+	HookSource      string
+	HookPath        string
+	LdconfigPath    string
+	DevCharDir      string
+	MPSHookSource   string
+	MPS             bool
+	ShmRoot         string
+	CRISocket       string
+	MIGPolicy       string
+	Shares          string
+	HealthEffects   string
+	XIDRules        string
+	ReleaseLabels   string
+	ClaimGrace      time.Duration
+	ClaimStatus     bool
+	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
+	// same node: ConflictRefuse or ConflictWarn.
+	DevicePluginConflict string
+
+	HTTPAddress       string
+	GRPCHealthAddress string
+	KubeAPIQPS        float64
+	KubeAPIBurst      int
+	Verbosity         int
+	LoggingFormat     string
 }
 
-// Env returns the environment variable of the field. That of driver-root is GPU_DRA_DRIVER_ROOT.
-func (f Field) Env() string {
-	return "GPU_DRA_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
-}
-
-// Key returns the field's key in the YAML file. That of driver-root is driverRoot. Only the first
-// letter of a word is a capital, also in initialisms: the key of kube-api-qps is kubeApiQps.
-func (f Field) Key() string {
-	words := strings.Split(f.Name, "-")
-	for i, w := range words[1:] {
-		words[i+1] = strings.ToUpper(w[:1]) + w[1:]
+// Default returns the configuration for a plain host: the NVIDIA driver is installed in the host's
+// root file system, and the kubelet has its usual root directory.
+func Default() *Config {
+	return &Config{
+		PluginDir:            "/var/lib/kubelet/plugins/gpu.nvidia.com",
+		RegistrarDir:         "/var/lib/kubelet/plugins_registry",
+		CDIRoot:              "/var/run/cdi",
+		DriverRoot:           "/",
+		SysfsRoot:            "/sys",
+		ProcRoot:             "/proc",
+		HookSource:           "/usr/bin/nvidia-cdi-hook",
+		HealthEffects:        health.DefaultEffects,
+		ReleaseLabels:        "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
+		ClaimGrace:           5 * time.Minute,
+		ClaimStatus:          true,
+		DevicePluginConflict: ConflictRefuse,
+		MPSHookSource:        "/usr/bin/gpu-mps",
+		ShmRoot:              "/dev/shm",
+		CgroupRoot:           "/sys/fs/cgroup",
+		HTTPAddress:          ":8080",
+		KubeAPIQPS:           100,
+		KubeAPIBurst:         200,
+		LoggingFormat:        "text",
 	}
-	return strings.Join(words, "")
 }
 
 // Fields returns the table of settings. Setting the Value of a field changes c.
@@ -132,4 +185,27 @@ func (c *Config) Fields() []Field {
 	num(&c.Verbosity, "v", "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
 	str(&c.LoggingFormat, "logging-format", "text or json")
 	return fields
+}
+
+// Field is one row of the table of settings. Name is in kebab case, Usage is the description, and
+// Value reads and sets the setting in the [Config].
+type Field struct {
+	Name  string
+	Usage string
+	Value pflag.Value
+}
+
+// Env returns the environment variable of the field. That of driver-root is GPU_DRA_DRIVER_ROOT.
+func (f Field) Env() string {
+	return "GPU_DRA_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+}
+
+// Key returns the field's key in the YAML file. That of driver-root is driverRoot. Only the first
+// letter of a word is a capital, also in initialisms: the key of kube-api-qps is kubeApiQps.
+func (f Field) Key() string {
+	words := strings.Split(f.Name, "-")
+	for i, w := range words[1:] {
+		words[i+1] = strings.ToUpper(w[:1]) + w[1:]
+	}
+	return strings.Join(words, "")
 }

@@ -34,6 +34,10 @@ type hostWatch struct {
 	reconciler *reconciler.Reconciler
 	events     *events.Recorder
 	metrics    *metrics.Metrics
+
+	// What Run has reported last: why the node is not ready, and the View.
+	lastReason     string
+	lastGeneration uint64
 }
 
 // Check reports or clears the conditions of the host once.
@@ -48,7 +52,6 @@ func (h *hostWatch) Run(ctx context.Context) {
 	case <-h.node.FirstLook():
 	case <-time.After(checkInterval):
 	}
-	var reported reportedState
 	var known checkBasis // what was known when the host was last checked
 	var checkedAt time.Time
 	for {
@@ -66,7 +69,7 @@ func (h *hostWatch) Run(ctx context.Context) {
 			}
 			continue
 		}
-		reported = h.report(ctx, v, reported)
+		h.report(ctx, v)
 		select {
 		case <-ctx.Done():
 			return
@@ -101,29 +104,23 @@ func (h *hostWatch) repairSpecs(ctx context.Context) {
 	}
 }
 
-// reportedState is what hostWatch reported last.
-type reportedState struct {
-	reason     string // why the node is not ready, or ""
-	generation uint64
-}
-
 // report reports what has changed since the last report, and wakes reconciliation.
-func (h *hostWatch) report(ctx context.Context, v *nodeview.View, last reportedState) reportedState {
+func (h *hostWatch) report(ctx context.Context, v *nodeview.View) {
 	s, gpus := v.Preparable, len(v.Inventory.Node.GPUs)
 	h.metrics.Inventory(s.Ready, gpus)
 	h.reportWithheldGPUs(v)
 	switch logger := klog.FromContext(ctx); {
-	case s.Ready && last.reason != "":
+	case s.Ready && h.lastReason != "":
 		logger.Info("Offering devices", "gpus", gpus, "driver", s.Node.Driver.Version)
 		h.events.Normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", gpus, s.Node.Driver.Version))
-	case s.Reason != last.reason:
+	case s.Reason != h.lastReason:
 		logger.Info("Refusing to prepare claims", "reason", s.Reason)
 		h.events.Warn("DevicesUnavailable", "This node refuses to prepare claims: "+s.Reason)
 	}
-	if s.Ready && v.Generation != last.generation {
+	if s.Ready && v.Generation != h.lastGeneration {
 		h.reconciler.Wake()
 	}
-	return reportedState{s.Reason, v.Generation}
+	h.lastReason, h.lastGeneration = s.Reason, v.Generation
 }
 
 // reportWithheldGPUs writes an Event about the GPUs that claims of NVIDIA's DRA driver still use,

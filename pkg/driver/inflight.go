@@ -44,9 +44,12 @@ func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.Unary
 	f.mu.Unlock()
 	defer func() {
 		f.mu.Lock()
+		defer f.mu.Unlock()
 		delete(f.running, c)
-		f.mu.Unlock()
-		wake(f.ended)
+		select {
+		case f.ended <- struct{}{}:
+		default: // Drain has not taken the last value yet
+		}
 	}()
 	return handler(context.WithValue(ctx, callKey{}, c), req)
 }

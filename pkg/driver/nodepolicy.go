@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -32,9 +31,7 @@ type nodePolicy struct {
 	events     eventsOnChange
 	observers  []nodeObserver
 
-	mu        sync.Mutex
-	known     bool
-	lastRules string
+	rules *string // the last value of the annotation; nil before the first one
 }
 
 type policySetter interface{ SetNodePolicies(device.Policies) }
@@ -48,8 +45,8 @@ type eventsOnChange interface {
 // nodeObserver is called with each version of the Node.
 type nodeObserver interface{ Observe(*corev1.Node) }
 
-// Read reads the Node once. It must be called before the driver prepares claims or opens GPUs,
-// because the Node may forbid partitions or request a release of the GPUs.
+// Read reads the Node once, before Watch. It must be called before the driver prepares claims or
+// opens GPUs, because the Node may forbid partitions or request a release of the GPUs.
 func (p *nodePolicy) Read(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, firstScanTimeout)
 	defer cancel()
@@ -72,15 +69,18 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 			p.handleNode(ctx, node)
 		}
 	}
+	cannotWatch := func(err error) {
+		p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
+	}
 	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: handle, UpdateFunc: func(_, now any) { handle(now) }})
 	err = errors.Join(err, nodes.SetWatchErrorHandlerWithContext(func(ctx context.Context, r *cache.Reflector, err error) {
 		cache.DefaultWatchErrorHandler(ctx, r, err)
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
-			p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
+			cannotWatch(err)
 		}
 	}))
 	if err != nil { // both calls fail only on a running informer
-		p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
+		cannotWatch(err)
 		return
 	}
 	nodes.RunWithContext(ctx)
@@ -91,13 +91,10 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 		o.Observe(node)
 	}
 	rules := node.Annotations[policyAnnotation]
-	p.mu.Lock()
-	same := p.known && rules == p.lastRules
-	p.known, p.lastRules = true, rules
-	p.mu.Unlock()
-	if same {
+	if p.rules != nil && *p.rules == rules {
 		return
 	}
+	p.rules = &rules
 	policies, err := device.ParsePolicies(rules)
 	if err != nil {
 		p.reportProblem(fmt.Sprintf("cannot parse the MIG policy in annotation %s, so the previous policy stays in force: %v",

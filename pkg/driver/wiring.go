@@ -3,7 +3,6 @@ package driver
 import (
 	"context"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -40,41 +39,29 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
-// NewHardware returns the functions with which the inventory reads the node's hardware. NVML is
-// loaded only in a child process.
-func NewHardware(cfg *config.Config) (inventory.Hardware, error) {
-	executable, err := os.Executable()
-	if err != nil {
-		return inventory.Hardware{}, fmt.Errorf("find the plugin's own binary, which scans the hardware in a child process: %w", err)
-	}
+// NewHardware returns the functions with which the inventory reads the node's hardware. Only child
+// processes, of the plugin's binary executable, load NVML.
+func NewHardware(cfg *config.Config, executable string) inventory.Hardware {
 	paths := Paths(cfg)
 	changes := scan.NewChangeDetector(paths)
 	return inventory.Hardware{
 		Scan:        scan.Isolated(paths, executable, ScanCommand),
 		Fingerprint: changes.Fingerprint,
 		Present:     changes.Present,
-	}, nil
+	}
 }
 
 // NewPartitions returns the interface that changes the node's GPUs and their partitions. A worker
 // process per GPU loads NVML.
-func NewPartitions(cfg *config.Config, m *metrics.Metrics) (*cut.Partitions, error) {
-	executable, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("find the plugin's own binary, which partitions GPUs in child processes: %w", err)
-	}
-	return cut.New(Paths(cfg), m.MIGCall, executable, cut.Command), nil
+func NewPartitions(cfg *config.Config, executable string, m *metrics.Metrics) *cut.Partitions {
+	return cut.New(Paths(cfg), m.MIGCall, executable, cut.Command)
 }
 
 // NewWatch returns a function that watches the node's hardware with NVML in a child process. That
 // process pauses while partitions are changed.
-func NewWatch(cfg *config.Config, partitions *cut.Partitions) (func(ctx context.Context, report func(device.Signal)) error, error) {
-	executable, err := os.Executable()
-	if err != nil {
-		return nil, fmt.Errorf("find the plugin's own binary for the process that watches the hardware: %w", err)
-	}
-	options := watch.Options{Paths: Paths(cfg), Command: []string{executable, watch.Command}, Partitions: partitions}
-	return func(ctx context.Context, report func(device.Signal)) error { return watch.Run(ctx, options, report) }, nil
+func NewWatch(cfg *config.Config, executable string, p *cut.Partitions) func(context.Context, func(device.Signal)) error {
+	options := watch.Options{Paths: Paths(cfg), Command: []string{executable, watch.Command}, Partitions: p}
+	return func(ctx context.Context, report func(device.Signal)) error { return watch.Run(ctx, options, report) }
 }
 
 // Parts are the dependencies that New needs for a Driver.

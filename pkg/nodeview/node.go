@@ -98,12 +98,12 @@ func (n *Node) Update() {
 
 // update is Update for callers that hold n.mu.
 func (n *Node) update() {
-	in := inputs{inventory: n.inventory.Snapshot()}
-	in.conditions = n.conditions(in.inventory)
-	in.missing = n.health.Missing(in.inventory)
+	in := inputs{Inventory: n.inventory.Snapshot()}
+	in.Conditions = n.conditions(in.Inventory)
+	in.missing = n.health.Missing(in.Inventory)
 	claims, err := n.reference.Claims()
-	if in.claims = claims; err != nil {
-		in.claimsErr = err.Error()
+	if in.ReferenceClaims = claims; err != nil {
+		in.ReferenceErr = err.Error()
 	}
 	last, generation := n.view.Load(), uint64(1)
 	if last != nil {

@@ -14,10 +14,9 @@ import (
 
 // View is the node at one moment. Its readers must not modify it.
 type View struct {
+	inputs
 	// Generation is one higher than that of the View before.
 	Generation uint64
-	// Inventory is the node as the last scan found it.
-	Inventory inventory.Snapshot
 	// Preparable is the Inventory as claims may use it. While a condition is reported it is not ready,
 	// and Reason has the messages. It lacks the GPUs that claims of NVIDIA's DRA driver may use, and
 	// its Problems name these claims.
@@ -27,15 +26,22 @@ type View struct {
 	Offered inventory.Snapshot
 	// GPUs are all GPUs of the node: those of the Inventory, and the unhealthy ones that it lacks.
 	GPUs []nvidia.GPU
+
+	changed chan struct{}
+}
+
+// inputs is what a View is made of.
+type inputs struct {
+	// Inventory is the node as the last scan found it.
+	Inventory inventory.Snapshot
 	// Conditions has the reported conditions, sorted by source, and after them the inventory's.
 	Conditions []Condition
+	// missing are the unhealthy GPUs that the Inventory lacks.
+	missing []device.GPU
 	// ReferenceClaims are the claims that NVIDIA's DRA driver prepared and that have not ended. If
 	// they cannot be read, ReferenceErr says why, and Preparable and Offered have no GPU.
 	ReferenceClaims []predecessor.Claim
 	ReferenceErr    string
-
-	inputs  inputs
-	changed chan struct{}
 }
 
 // Changed returns a channel that is closed when there is a newer View.
@@ -56,22 +62,10 @@ func (v *View) Due(now time.Time) (due, pending bool) {
 	return due, pending
 }
 
-// inputs is what a View is made of.
-type inputs struct {
-	inventory  inventory.Snapshot
-	conditions []Condition
-	missing    []device.GPU
-	claims     []predecessor.Claim
-	claimsErr  string
-}
-
 func (in inputs) view(generation uint64) *View {
-	v := &View{
-		Generation: generation, Inventory: in.inventory, GPUs: in.inventory.Node.GPUs, Conditions: in.conditions,
-		ReferenceClaims: in.claims, ReferenceErr: in.claimsErr, inputs: in, changed: make(chan struct{}),
-	}
-	ready := in.inventory
-	for _, c := range in.conditions {
+	v := &View{inputs: in, Generation: generation, GPUs: in.Inventory.Node.GPUs, changed: make(chan struct{})}
+	ready := in.Inventory
+	for _, c := range in.Conditions {
 		if c.Source != inventorySource {
 			ready.Ready, ready.Reason = false, strings.TrimPrefix(ready.Reason+"; "+c.Message, "; ")
 		}
@@ -94,15 +88,15 @@ func (in inputs) view(generation uint64) *View {
 // withhold returns s without the GPUs that claims of NVIDIA's DRA driver may still use. all are the
 // GPUs among which the claims' devices are looked up.
 func (in inputs) withhold(s inventory.Snapshot, all []nvidia.GPU) inventory.Snapshot {
-	if in.claimsErr == "" && len(in.claims) == 0 {
+	if in.ReferenceErr == "" && len(in.ReferenceClaims) == 0 {
 		return s
 	}
 	var free []nvidia.GPU
 	problems := slices.Clone(s.Node.Problems)
 	for _, g := range s.Node.GPUs {
-		why := in.claimsErr
-		if i := slices.IndexFunc(in.claims, func(c predecessor.Claim) bool { return c.MayUse(g.GPU, all) }); i >= 0 {
-			why = fmt.Sprintf("NVIDIA's DRA driver prepared this GPU for %s: wait until that claim ends", in.claims[i])
+		why := in.ReferenceErr
+		if i := slices.IndexFunc(in.ReferenceClaims, func(c predecessor.Claim) bool { return c.MayUse(g.GPU, all) }); i >= 0 {
+			why = fmt.Sprintf("NVIDIA's DRA driver prepared this GPU for %s: wait until that claim ends", in.ReferenceClaims[i])
 		}
 		if why == "" {
 			free = append(free, g)
