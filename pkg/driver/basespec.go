@@ -14,6 +14,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
 
+// codeBaseSpec is the code of the condition that baseSpec reports.
+const codeBaseSpec = "base-spec-unwritable"
+
 // baseSpec keeps the node-wide base CDI spec and the links to device nodes as the inventory says.
 // While the spec cannot be written, the node is not ready. Only one goroutine may use it.
 type baseSpec struct {
@@ -49,7 +52,7 @@ func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
 	}
 	if err := write(s.Node.Common); err != nil {
 		return &nodeview.Condition{
-			Code: nodeview.CodeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
+			Code: codeBaseSpec, Transient: true, Types: nodeview.NVIDIATypes,
 			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		}, true
 	}

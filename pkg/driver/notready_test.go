@@ -284,7 +284,7 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.node.Report(nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true})
+	d.node.Report(nodeview.Condition{Source: "base-spec", Code: "base-spec-unwritable", Message: "disk full", Transient: true})
 	if d.host.Check(t.Context()); slices.ContainsFunc(d.node.View().Conditions, func(c nodeview.Condition) bool { return c.Source == "base-spec" }) {
 		t.Errorf("the condition stays although the inventory is not ready: %+v", d.node.View().Conditions)
 	}

@@ -6,17 +6,6 @@ import (
 	"time"
 )
 
-// These are the codes of conditions: values of the taint not-ready, which docs/operations.md lists.
-// Package inventory has further codes.
-const (
-	CodeCDIDisabled  = "cdi-disabled"
-	CodeCDIDirectory = "cdi-directory"
-	CodeHookMissing  = "hook-missing"
-	CodeBaseSpec     = "base-spec-unwritable"
-	CodeReleased     = "hardware-released"
-	CodeDevicePlugin = "device-plugin"
-)
-
 // transientGrace is how long a transient condition must last before the slices show it. Without
 // this grace, a driver reload or a disk that is full for a moment would rewrite every slice twice.
 const transientGrace = 30 * time.Second
@@ -30,7 +19,8 @@ type Condition struct {
 	// Source names the part of the driver that reports the condition. Each source has at most one
 	// condition.
 	Source string
-	// Code is the condition's value in taints, for programs. Message is for people.
+	// Code is the condition's value in taints, for programs. docs/operations.md lists all codes, which
+	// are constants in the files of their sources. Message is for people.
 	Code, Message string
 	// Transient means that the condition may end without an admin's help.
 	Transient bool

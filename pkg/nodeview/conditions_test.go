@@ -1,6 +1,11 @@
 package nodeview
 
 import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -59,14 +64,42 @@ func TestConditionDueFirstIsShown(t *testing.T) {
 	}
 }
 
-func TestReasonCodesAreLabelValues(t *testing.T) {
-	for _, code := range []string{
-		CodeCDIDisabled, CodeCDIDirectory, CodeHookMissing,
-		CodeBaseSpec, CodeReleased, CodeDevicePlugin,
-		inventory.CodeNotScanned, inventory.CodeDriverMissing, inventory.CodeScanFailed, inventory.CodeNoGPU,
-	} {
-		if wrong := validation.IsValidLabelValue(code); len(wrong) > 0 || code == "" {
-			t.Errorf("%q: %v", code, wrong)
+// The documentation must list every code. Each is the value of a taint, and so of a label.
+func TestDocsListEveryCode(t *testing.T) {
+	constant := regexp.MustCompile(`\b[cC]ode[A-Z]\w*\s*= "([^"]+)"`)
+	var codes []string
+	for _, room := range []string{"nodeview", "driver", "quiesce", "inventory"} {
+		files, err := filepath.Glob("../" + room + "/*.go")
+		if err != nil || len(files) == 0 {
+			t.Fatalf("no files in %s: %v", room, err)
+		}
+		for _, file := range files {
+			for _, found := range constant.FindAllStringSubmatch(read(t, file), -1) {
+				codes = append(codes, found[1])
+			}
 		}
 	}
+	_, section, _ := strings.Cut(read(t, "../../docs/operations.md"), "\n## A node that is not ready\n")
+	section, _, _ = strings.Cut(section, "\n## ")
+	var listed []string
+	for _, row := range regexp.MustCompile("(?m)^\\| `([^`]+)` \\|").FindAllStringSubmatch(section, -1) {
+		listed = append(listed, row[1])
+		if wrong := validation.IsValidLabelValue(row[1]); len(wrong) > 0 {
+			t.Errorf("%q: %v", row[1], wrong)
+		}
+	}
+	slices.Sort(codes)
+	slices.Sort(listed)
+	if !slices.Equal(codes, listed) {
+		t.Errorf("docs/operations.md lists\n%q, the code has\n%q", listed, codes)
+	}
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
 }

@@ -7,6 +7,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
+// CodeDevicePlugin is the code of the condition that DevicePlugin reports, and its source.
+const CodeDevicePlugin = "device-plugin"
+
 // DevicePluginEvents writes a warning on the Node if the state differs from that of the last call.
 type DevicePluginEvents interface {
 	WarnOnChange(reason, state, message string)
@@ -55,9 +58,9 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 	}
 	switch {
 	case message == "":
-		c.node.Clear("device-plugin")
+		c.node.Clear(CodeDevicePlugin)
 	case c.refuse:
-		c.node.Report(Condition{Source: "device-plugin", Code: CodeDevicePlugin, Message: message})
+		c.node.Report(Condition{Source: CodeDevicePlugin, Code: CodeDevicePlugin, Message: message})
 	}
 	c.events.WarnOnChange("DevicePlugin", message, message)
 }

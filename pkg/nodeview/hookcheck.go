@@ -6,6 +6,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
+// CodeHookMissing is the code of the condition that HookCheck reports.
+const CodeHookMissing = "hook-missing"
+
 // Hook is a hook binary on the host.
 type Hook interface {
 	Install() (changed bool, err error)

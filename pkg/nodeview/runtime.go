@@ -14,6 +14,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
+// These are the codes of the conditions that RuntimeCheck reports.
+const (
+	CodeCDIDisabled  = "cdi-disabled"
+	CodeCDIDirectory = "cdi-directory"
+)
+
 // RuntimeCheck asks the container runtime whether it reads the driver's CDI specs. If the runtime
 // does not answer, the node's readiness does not change.
 type RuntimeCheck struct {

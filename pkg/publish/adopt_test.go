@@ -45,7 +45,7 @@ func TestRestartWritesMissingTaintsSliceBySlice(t *testing.T) {
 		earlier.stop()
 
 		u := newPublishingNode(t, client, manyGPUs())
-		u.node.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.node.Report(nodeview.Condition{Source: "release", Code: "hardware-released", Message: "released"})
 		u.run(t, u.publisher.publish)
 		advance(time.Minute)
 		if n := u.taints(t); n != 70 {

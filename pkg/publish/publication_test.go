@@ -116,7 +116,7 @@ func TestRolloutPollsSeldomWhileAPIServerIsAway(t *testing.T) {
 		advance(time.Minute)
 
 		away.Store(true)
-		u.node.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.node.Report(nodeview.Condition{Source: "release", Code: "hardware-released", Message: "released"})
 		const outage = 10 * time.Minute
 		advance(outage)
 		if n, most := polls.Load(), int64(outage/rolloutPollMax)+50; n > most {

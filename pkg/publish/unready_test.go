@@ -37,7 +37,7 @@ func withoutDriver(s inventory.Snapshot) inventory.Snapshot {
 }
 
 func TestTransientConditionTaintsAfterGrace(t *testing.T) {
-	baseSpec := nodeview.Condition{Source: "base-spec", Code: nodeview.CodeBaseSpec, Message: "disk full", Transient: true}
+	baseSpec := nodeview.Condition{Source: "base-spec", Code: "base-spec-unwritable", Message: "disk full", Transient: true}
 	for name, c := range map[string]struct {
 		shut, open func(u *publishingNode)
 		want       string
@@ -109,7 +109,7 @@ func TestOverlappingConditionTaintsWithoutGap(t *testing.T) {
 		u := startPublishingNode(t, fakeapi.New(), manyGPUs())
 		defer u.stop()
 		advance(time.Minute)
-		u.node.Report(nodeview.Condition{Source: "release", Code: nodeview.CodeReleased, Message: "released"})
+		u.node.Report(nodeview.Condition{Source: "release", Code: "hardware-released", Message: "released"})
 		advance(10 * time.Second)
 		untainted := 0
 		fakeapi.Prepend(u.client, "update", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {

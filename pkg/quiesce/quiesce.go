@@ -35,8 +35,10 @@ const (
 	// minBlockedPause. That pause doubles up to maxBlockedPause.
 	minBlockedPause = 10 * time.Second
 	maxBlockedPause = 30 * time.Second
-	// conditionSource names this package in the node's readiness conditions.
+	// conditionSource names this package in the node's readiness conditions, and codeReleased is the
+	// code of its condition.
 	conditionSource = "release"
+	codeReleased    = "hardware-released"
 )
 
 // Readiness shows in the node's slices and errors that the GPUs are released.
@@ -154,7 +156,7 @@ func (q *Quiescer) setReason(reason string) {
 	}
 	// A Prepare that is denied Access must find the condition, so report it first.
 	q.opts.Readiness.Report(nodeview.Condition{
-		Source: conditionSource, Code: nodeview.CodeReleased, Message: errReleased.Error() + ": " + reason, Types: nodeview.NVIDIATypes,
+		Source: conditionSource, Code: codeReleased, Message: errReleased.Error() + ": " + reason, Types: nodeview.NVIDIATypes,
 	})
 	q.deny()
 }
