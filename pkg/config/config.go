@@ -77,7 +77,8 @@ func (c *Config) Validate() error {
 		}
 	}
 	for flag, path := range map[string]string{
-		"dev-root": c.DevRoot, "ldconfig-path": c.LdconfigPath, "dev-char-dir": c.DevCharDir, "cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
+		"dev-root": c.DevRoot, "ldconfig-path": c.LdconfigPath, "dev-char-dir": c.DevCharDir,
+		"cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
 	} {
 		if path != "" && !filepath.IsAbs(path) {
 			wrong(flag, "%q is not an absolute path", path)

@@ -69,7 +69,7 @@ func findOversized(c *resourceapi.ResourceClaim, gpus []nvidia.GPU) string {
 		if !ok || whole < 0 || result.Driver != DriverName || ptr.Deref(result.AdminAccess, false) {
 			continue
 		}
-		memory := int64(min(gpus[whole].MemoryBytes, math.MaxInt64)) //nolint:gosec // bounded
+		memory := int64(min(gpus[whole].MemoryBytes, math.MaxInt64))
 		switch {
 		case memory == 0 || request.memory.CmpInt64(memory/2) > 0:
 		case hint != "":

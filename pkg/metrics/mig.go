@@ -17,7 +17,8 @@ type migMetrics struct {
 
 func newMIGMetrics(auto factory) migMetrics {
 	return migMetrics{
-		duration: auto.histograms("mig_operation_duration_seconds", "Time of one call that reads or changes a GPU's partitions, successful or not.",
+		duration: auto.histograms("mig_operation_duration_seconds",
+			"Time of one call that reads or changes a GPU's partitions, successful or not.",
 			prometheus.ExponentialBuckets(0.01, 2, 13), "operation"), // 10 ms … 41 s
 		errors: auto.counters("mig_operation_errors_total", "Failed calls that read or change a GPU's partitions, by code.", "operation", "code"),
 		instances: auto.current("mig_instances", "MIG devices by profile and state: offered (they may not exist yet), made for "+
