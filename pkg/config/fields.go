@@ -9,8 +9,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// Config is the resolved configuration of one plugin process. A new setting needs a field, a default
-// in [Default] and a row in Fields.
+// Config is the resolved configuration of one plugin process. A new setting needs a field, a
+// default in [Default] and a row in Fields.
 type Config struct {
 	NodeName      string
 	Namespace     string

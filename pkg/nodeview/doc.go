@@ -5,8 +5,8 @@
 // more. A View never changes. [Node.View] reads the newest one without a lock, and [View.Changed]
 // tells when there is a newer one.
 //
-// A scan and a condition are in the View before the call that reports them returns. Node.Run follows
-// the health of the GPUs within milliseconds. A Prepare reads the View once.
+// A scan and a condition are in the View before the call that reports them returns. Node.Run
+// follows the health of the GPUs within milliseconds. A Prepare reads the View once.
 //
 // Time alone makes no new View. A [Condition] has the time since when it lasts, and readers pass
 // their own time to [ShownCondition]. Some inputs change without a signal: the notes about ended
