@@ -10,35 +10,29 @@ import (
 
 func (p *Partitions) state(ctx context.Context, r request) (device.CardState, error) {
 	a, err := p.observed(ctx, r)
-	if err != nil {
-		return device.CardState{}, err
-	}
-	if a.State == nil {
-		return device.CardState{}, r.fail(device.FailureOther, "the worker's answer is empty: its version differs")
-	}
-	return *a.State, nil
+	return partOf(r, a.State, err)
 }
 
 func (p *Partitions) timeSlice(ctx context.Context, r request) (device.TimeSlice, error) {
 	a, err := p.observed(ctx, r)
-	if err != nil {
-		return 0, err
-	}
-	if a.TimeSlice == nil {
-		return 0, r.fail(device.FailureOther, "the worker's answer is empty: its version differs")
-	}
-	return *a.TimeSlice, nil
+	return partOf(r, a.TimeSlice, err)
 }
 
 func (p *Partitions) instance(ctx context.Context, r request) (device.Instance, error) {
 	a, err := p.observed(ctx, r)
+	return partOf(r, a.Instance, err)
+}
+
+// partOf returns the part of the worker's answer that r asked for, or an error if it is missing.
+func partOf[T any](r request, part *T, err error) (T, error) {
+	if err == nil && part == nil {
+		err = r.fail(device.FailureOther, "the worker's answer is empty: its version differs")
+	}
 	if err != nil {
-		return device.Instance{}, err
+		var none T
+		return none, err
 	}
-	if a.Instance == nil {
-		return device.Instance{}, r.fail(device.FailureOther, "the worker's answer is empty: its version differs")
-	}
-	return *a.Instance, nil
+	return *part, nil
 }
 
 func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {

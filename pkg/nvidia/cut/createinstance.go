@@ -20,13 +20,9 @@ func (c partitioner) createInstance(r request) (*device.Instance, error) {
 }
 
 func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
-	card, err := c.open(r)
+	card, minor, err := c.openWithMinor(r)
 	if err != nil {
 		return nil, err
-	}
-	minor, ret := card.GetMinorNumber()
-	if ret != nvml.SUCCESS {
-		return nil, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
 	}
 	handle, ret := card.CreateGpuInstanceWithPlacement(
 		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
@@ -49,6 +45,19 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 	return &made, nil
 }
 
+// openWithMinor returns the card's NVML handle and the N of its device node nvidiaN.
+func (c partitioner) openWithMinor(r request) (nvml.Device, int, error) {
+	card, err := c.open(r)
+	if err != nil {
+		return nil, 0, err
+	}
+	minor, ret := card.GetMinorNumber()
+	if ret != nvml.SUCCESS {
+		return nil, 0, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
+	}
+	return card, minor, nil
+}
+
 // undoneNote returns the end of the error message for a GPU instance that cannot be used after its
 // creation. It says whether the worker destroyed this GPU instance again. ret is NVML's answer to
 // that.
@@ -66,13 +75,9 @@ func (c partitioner) createCompute(r request) (*device.Instance, error) {
 }
 
 func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
-	card, err := c.open(r)
+	card, minor, err := c.openWithMinor(r)
 	if err != nil {
 		return nil, err
-	}
-	minor, ret := card.GetMinorNumber()
-	if ret != nvml.SUCCESS {
-		return nil, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
 	}
 	parent, ret := card.GetGpuInstanceById(int(r.Instance.ID))
 	if ret != nvml.SUCCESS {

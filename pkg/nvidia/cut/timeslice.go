@@ -29,7 +29,7 @@ func sliceName(s device.TimeSlice) string {
 }
 
 func (c partitioner) timeSlice(r request) (*device.TimeSlice, error) {
-	s, err := c.sliceable(r)
+	s, err := c.look(r) // nvidia-smi would report a missing card less clearly
 	if err != nil {
 		return nil, err
 	}
@@ -42,7 +42,7 @@ func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
 	if r.TimeSlice < 0 || int(r.TimeSlice) >= len(sliceNames) {
 		return nil, r.fail(device.FailureOther, "this version does not know the time slice")
 	}
-	s, err := c.sliceable(r)
+	s, err := c.look(r)
 	if err != nil {
 		return nil, err
 	}
@@ -60,16 +60,6 @@ func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
 		err = r.fail(device.FailureOther, "nvidia-smi reported success, but the time slice is %s", sliceName(*is))
 	}
 	return is, err
-}
-
-// sliceable returns the state of the requested card, or an error if the card is missing. nvidia-smi
-// would report a missing card less clearly.
-func (c partitioner) sliceable(r request) (*device.CardState, error) {
-	card, err := c.open(r)
-	if err != nil {
-		return nil, err
-	}
-	return c.state(card)
 }
 
 func (c partitioner) readSlice(r request, s *device.CardState) (*device.TimeSlice, error) {
