@@ -13,8 +13,10 @@ func TestRenderMatchesWrittenSpecs(t *testing.T) {
 	const uid = types.UID("0b4c")
 	common := specs.ContainerEdits{Env: []string{"A=b"}, DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl"}}}
 	devices := []specs.Device{{
-		Name:           ClaimDeviceName(uid, "gpu-0", nil),
-		ContainerEdits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/run/nvidia/driver/dev/nvidia0"}}},
+		Name: ClaimDeviceName(uid, "gpu-0", nil),
+		ContainerEdits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{
+			{Path: "/dev/nvidia0", HostPath: "/run/nvidia/driver/dev/nvidia0"},
+		}},
 	}}
 	root := t.TempDir()
 	store := NewStore(root)

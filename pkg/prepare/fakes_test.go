@@ -64,7 +64,7 @@ func (h *hardware) call(_ context.Context, op migmodel.Op, detail string, c devi
 		if err == nil {
 			err = effect(g)
 		}
-		var refusal *migmodel.Refusal
+		var refusal *migmodel.RefusalError
 		if errors.As(err, &refusal) {
 			return failure(refusal.Code, name, c, refusal.Processes...)
 		}

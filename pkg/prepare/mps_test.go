@@ -37,7 +37,8 @@ func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
 	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
 		t.Errorf("the daemon is %+v", got)
 	}
-	if a, b := h.of(t, gpu0).ComputeMode, h.of(t, gpu1).ComputeMode; a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
+	a, b := h.of(t, gpu0).ComputeMode, h.of(t, gpu1).ComputeMode
+	if a != device.ComputeExclusiveProcess || b != device.ComputeExclusiveProcess {
 		t.Errorf("the compute modes are %s and %s", a, b)
 	}
 	if spec := w.specs.of(c.UID); strings.Count(spec, "/mps/uid-c-0") != 2 || strings.Count(spec, "CUDA_MPS_PIPE_DIRECTORY") != 2 ||
@@ -140,7 +141,8 @@ func TestMPSDaemonFollowsRecreatedPartition(t *testing.T) {
 	p := w.plugin(t)
 	c := shareBy(newClaim("c", allocated("a", small0)), "MigDeviceConfig", byMPS)
 	mustPrepare(t, p, c)
-	if got := w.daemons.running["uid-c-0"].Devices; !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).ComputeMode != device.ComputeDefault {
+	got := w.daemons.running["uid-c-0"].Devices
+	if !slices.Equal(got, []string{"MIG-1"}) || h.of(t, gpu0).ComputeMode != device.ComputeDefault {
 		t.Errorf("the daemon has %q, the compute mode is %s", got, h.of(t, gpu0).ComputeMode)
 	}
 	h.of(t, gpu0).RemoveInstances()

@@ -228,7 +228,8 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 				t.Error("the first claim to leave removed the shared state")
 			}
 			mustUnprepare(t, p, s.claims[1].UID)
-			if s := h.of(t, gpu0); s.TimeSlice != device.TimeSliceDefault && s.TimeSlice != device.TimeSliceMedium || s.ComputeMode != device.ComputeDefault ||
+			s := h.of(t, gpu0)
+			if s.TimeSlice != device.TimeSliceDefault && s.TimeSlice != device.TimeSliceMedium || s.ComputeMode != device.ComputeDefault ||
 				len(w.daemons.running) != 0 || len(w.holders()) != 0 {
 				t.Errorf("left: time slice %d, compute mode %s, %v, %q", s.TimeSlice, s.ComputeMode, w.daemons.running, w.holders())
 			}

@@ -81,13 +81,13 @@ func Profiles(m *model.GPU, ids ...uint32) []device.Profile {
 
 func nameOf(p model.Profile) string { return strings.TrimPrefix(p.Name, "MIG ") }
 
-// Refusal is the error of a call that the GPU refused. It changed nothing.
-type Refusal struct {
+// RefusalError is the error of a call that the GPU refused. It changed nothing.
+type RefusalError struct {
 	Code      device.FailureCode
 	Processes []nvidia.Process
 }
 
-func (r *Refusal) Error() string {
+func (r *RefusalError) Error() string {
 	text := string(r.Code)
 	for _, p := range r.Processes {
 		text += ", " + p.String()
@@ -96,7 +96,7 @@ func (r *Refusal) Error() string {
 }
 
 // FailureCode returns r.Code.
-func (r *Refusal) FailureCode() device.FailureCode { return r.Code }
+func (r *RefusalError) FailureCode() device.FailureCode { return r.Code }
 
 // State returns what package cut reads from the GPU.
 func (g *GPU) State() device.CardState {
@@ -139,9 +139,9 @@ func (g *GPU) SetMode(on bool) error {
 	case g.Enabled == on:
 		return nil
 	case len(g.Instances) > 0 || len(g.Open) > 0:
-		return &Refusal{device.FailureInUse, g.Open}
+		return &RefusalError{device.FailureInUse, g.Open}
 	case g.NeedsReset:
-		return &Refusal{Code: device.FailureReset}
+		return &RefusalError{Code: device.FailureReset}
 	}
 	g.Enabled, g.ComputeMode = on, device.ComputeDefault
 	return nil
@@ -151,14 +151,14 @@ func (g *GPU) SetMode(on bool) error {
 func (g *GPU) CreateInstance(profileID uint32, at device.Placement) (device.Instance, error) {
 	p, known := g.MIG.Profile(profileID)
 	if !g.Enabled || !known || p.Placements.Size != at.Size || !slices.Contains(p.Placements.Starts, at.Start) {
-		return device.Instance{}, &Refusal{Code: device.FailureNotSupported}
+		return device.Instance{}, &RefusalError{Code: device.FailureNotSupported}
 	}
 	places := []model.Place{{Profile: profileID, Start: at.Start}}
 	for _, in := range g.Instances {
 		places = append(places, model.Place{Profile: in.ProfileID, Start: in.Placement.Start})
 	}
 	if !g.MIG.Holds(places...) {
-		return device.Instance{}, &Refusal{Code: device.FailureInsufficient}
+		return device.Instance{}, &RefusalError{Code: device.FailureInsufficient}
 	}
 	in := device.Instance{ID: g.newID(at), ProfileID: profileID, Placement: at}
 	in.Minor = g.minorOf(in.ID)
@@ -202,10 +202,10 @@ func (g *GPU) has(id uint32) bool {
 func (g *GPU) CreateCompute(id uint32) (device.Instance, error) {
 	in, there := g.Instances[id]
 	if !there {
-		return device.Instance{}, &Refusal{Code: device.FailureNotFound}
+		return device.Instance{}, &RefusalError{Code: device.FailureNotFound}
 	}
 	if len(in.Compute) > 0 {
-		return device.Instance{}, &Refusal{Code: device.FailureInsufficient}
+		return device.Instance{}, &RefusalError{Code: device.FailureInsufficient}
 	}
 	p, _ := g.MIG.Profile(in.ProfileID)
 	in.Compute = []device.ComputeInstance{{
@@ -249,7 +249,7 @@ func (g *GPU) DestroyInstance(want device.Instance) error {
 		return err
 	}
 	if len(in.Compute) > 0 {
-		return &Refusal{Code: device.FailureInUse}
+		return &RefusalError{Code: device.FailureInUse}
 	}
 	delete(g.Instances, want.ID)
 	return nil
@@ -264,10 +264,10 @@ func (g *GPU) destroyable(want device.Instance) (in device.Instance, gone bool, 
 		return in, true, nil
 	case in.ProfileID != want.ProfileID || in.Placement != want.Placement,
 		len(want.Compute) > 0 && len(in.Compute) > 0 && in.Compute[0].UUID != want.Compute[0].UUID:
-		return in, false, &Refusal{Code: device.FailureChanged}
+		return in, false, &RefusalError{Code: device.FailureChanged}
 	case g.Busy[want.ID] > 0:
 		g.Busy[want.ID]--
-		return in, false, &Refusal{device.FailureInUse, []nvidia.Process{{PID: 77, Name: "python"}}}
+		return in, false, &RefusalError{device.FailureInUse, []nvidia.Process{{PID: 77, Name: "python"}}}
 	}
 	return in, false, nil
 }
@@ -275,7 +275,7 @@ func (g *GPU) destroyable(want device.Instance) (in device.Instance, gone bool, 
 // SetComputeMode sets how many processes may use the GPU. MIG mode has no exclusive mode.
 func (g *GPU) SetComputeMode(mode device.ComputeMode) error {
 	if g.Enabled && mode == device.ComputeExclusiveProcess {
-		return &Refusal{Code: device.FailureNotSupported}
+		return &RefusalError{Code: device.FailureNotSupported}
 	}
 	g.ComputeMode = mode
 	return nil
@@ -284,7 +284,7 @@ func (g *GPU) SetComputeMode(mode device.ComputeMode) error {
 // ReadTimeSlice reads the time slice.
 func (g *GPU) ReadTimeSlice() (device.TimeSlice, error) {
 	if g.NoTimeSlices {
-		return 0, &Refusal{Code: device.FailureNotSupported}
+		return 0, &RefusalError{Code: device.FailureNotSupported}
 	}
 	return g.TimeSlice, nil
 }
@@ -292,7 +292,7 @@ func (g *GPU) ReadTimeSlice() (device.TimeSlice, error) {
 // SetTimeSlice sets the time slice. It cannot be set in MIG mode.
 func (g *GPU) SetTimeSlice(to device.TimeSlice) error {
 	if g.NoTimeSlices || g.Enabled {
-		return &Refusal{Code: device.FailureNotSupported}
+		return &RefusalError{Code: device.FailureNotSupported}
 	}
 	g.TimeSlice = to
 	return nil

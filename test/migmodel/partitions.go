@@ -36,13 +36,13 @@ type Partitions struct {
 func Find(gpus []*GPU, card device.Card) (*GPU, error) {
 	for _, g := range gpus {
 		if g.PCIAddress == card.PCIAddress {
-			if g.Card.UUID != card.UUID {
-				return nil, &Refusal{Code: device.FailureReplaced}
+			if g.UUID != card.UUID {
+				return nil, &RefusalError{Code: device.FailureReplaced}
 			}
 			return g, nil
 		}
 	}
-	return nil, &Refusal{Code: device.FailureNotFound}
+	return nil, &RefusalError{Code: device.FailureNotFound}
 }
 
 // Look reads the state of a card.
@@ -66,7 +66,9 @@ func (p Partitions) SetMode(ctx context.Context, c device.Card, on bool) (s devi
 }
 
 // CreateInstance creates a GPU instance.
-func (p Partitions) CreateInstance(ctx context.Context, c device.Card, profileID uint32, at device.Placement) (in device.Instance, err error) {
+func (p Partitions) CreateInstance(
+	ctx context.Context, c device.Card, profileID uint32, at device.Placement,
+) (in device.Instance, err error) {
 	detail := fmt.Sprintf("%d at %d", profileID, at.Start)
 	err = p.Call(ctx, CreateInstance, detail, c, func(g *GPU) (err error) { in, err = g.CreateInstance(profileID, at); return err })
 	return in, err

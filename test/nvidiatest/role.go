@@ -26,7 +26,7 @@ func Main(m *testing.M, roles map[string]func() error) {
 	}
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1) //nolint:forbidigo // this process is the child of a test
+		os.Exit(1)
 	}
 }
 

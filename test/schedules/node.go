@@ -164,7 +164,7 @@ func (n *node) onGPU(op faultPoint, c device.Card, do func(*gpu) error) error {
 			return failure(device.FailureReplaced, op, c)
 		}
 		err := do(g)
-		var refusal *migmodel.Refusal
+		var refusal *migmodel.RefusalError
 		if errors.As(err, &refusal) {
 			return failure(refusal.Code, op, c)
 		}

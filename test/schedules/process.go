@@ -274,7 +274,9 @@ func (p *process) foundGone(ctx context.Context) error {
 // partitions gives access to the simulated GPUs. Before each call the process waits at a fault
 // point.
 func (p *process) partitions() migmodel.Partitions {
-	return migmodel.Partitions{Call: func(ctx context.Context, op migmodel.Op, _ string, c device.Card, effect func(*migmodel.GPU) error) error {
+	return migmodel.Partitions{Call: func(
+		ctx context.Context, op migmodel.Op, _ string, c device.Card, effect func(*migmodel.GPU) error,
+	) error {
 		point := faultPoint("GPU: " + string(op))
 		return p.do(ctx, point, func() error {
 			return p.world.onGPU(point, c, func(g *gpu) error { return p.world.change(g, effect) })

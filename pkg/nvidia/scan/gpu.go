@@ -225,7 +225,7 @@ func setLimits(card nvml.Device, to *device.MIG) {
 // Then the card's generation decides, and a card of unknown generation needs a reset.
 func needsReset(card nvml.Device) bool {
 	field := []nvml.FieldValue{{FieldId: nvml.FI_DEV_IS_RESETLESS_MIG_SUPPORTED}}
-	if ret := card.GetFieldValues(field); ret == nvml.SUCCESS && nvml.Return(field[0].NvmlReturn) == nvml.SUCCESS {
+	if ret := card.GetFieldValues(field); ret == nvml.SUCCESS && field[0].NvmlReturn == uint32(nvml.SUCCESS) {
 		return field[0].Value[0] == 0 // an unsigned integer in the machine's order, which is little-endian
 	}
 	major, _, ret := card.GetCudaComputeCapability()

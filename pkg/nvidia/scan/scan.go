@@ -82,16 +82,14 @@ func (s scanner) checkConfCompute() error {
 	if !nvmlx.Has(s.lib, "nvmlSystemGetConfComputeState") || !nvmlx.Has(s.lib, "nvmlSystemGetConfComputeGpusReadyState") {
 		return nil
 	}
-	state, ret := s.lib.SystemGetConfComputeState()
-	if ret != nvml.SUCCESS || state.CcFeature == nvml.CC_SYSTEM_FEATURE_DISABLED {
-		return nil
+	if state, ret := s.lib.SystemGetConfComputeState(); ret == nvml.SUCCESS && state.CcFeature == nvml.CC_SYSTEM_FEATURE_ENABLED {
+		accepts, ret := s.lib.SystemGetConfComputeGpusReadyState()
+		if ret == nvml.SUCCESS && accepts == nvml.CC_ACCEPTING_CLIENT_REQUESTS_FALSE {
+			return nvidia.NotReady("verify the attestation of the GPUs, then run nvidia-smi conf-compute -srs 1 on the node",
+				"confidential computing is on and the GPUs accept no work: their ready state is not set")
+		}
 	}
-	accepts, ret := s.lib.SystemGetConfComputeGpusReadyState()
-	if ret != nvml.SUCCESS || accepts == nvml.CC_ACCEPTING_CLIENT_REQUESTS_TRUE {
-		return nil
-	}
-	return nvidia.NotReady("verify the attestation of the GPUs, then run nvidia-smi conf-compute -srs 1 on the node",
-		"confidential computing is on and the GPUs accept no work: their ready state is not set")
+	return nil
 }
 
 func (s scanner) driver() (device.Driver, error) {

@@ -82,8 +82,8 @@ func (s *Shared) Load(records *checkpoint.Store, bootID string) error {
 }
 
 func wrongKindError(key string, step Sharable) error {
-	return cause.Errorf(cause.Record, "the file of shared MIG instance %s has a step of kind %s instead: delete the Pods that share the device",
-		key, step.Kind())
+	return cause.Errorf(cause.Record,
+		"the file of shared MIG instance %s has a step of kind %s instead: delete the Pods that share the device", key, step.Kind())
 }
 
 // Recreate implements [Creator]. It also saves the new partition in the file of the shared step.

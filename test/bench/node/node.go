@@ -114,11 +114,15 @@ func unpack(from, to string) error {
 	return errors.Join(err, out.Close())
 }
 
-// command returns the command that starts the plugin on this node.
+// command returns the command that starts the plugin on this node. It names only settings that
+// differ from their default, because an older program does not know newer settings.
 func (n *Node) command() *exec.Cmd {
 	var args []string
-	for _, f := range n.cfg.Fields() {
-		args = append(args, "--"+f.Name+"="+f.Value.String())
+	defaults := config.Default().Fields()
+	for i, f := range n.cfg.Fields() {
+		if value := f.Value.String(); value != defaults[i].Value.String() {
+			args = append(args, "--"+f.Name+"="+value)
+		}
 	}
 	cmd := exec.Command(n.program(), args...)
 	cmd.Env = append(os.Environ(), n.Environment())

@@ -76,7 +76,8 @@ func TestNodeWithoutCapabilityNodes(t *testing.T) {
 		t.Errorf("the device nodes are %v (%v), want only those of config and monitor", found, err)
 	}
 	p.died()
-	if files, err := filepath.Glob(filepath.Join(s.root, "proc/driver/nvidia/capabilities/gpu0/mig/gi*/access")); err != nil || len(files) != 1 {
+	files, err := filepath.Glob(filepath.Join(s.root, "proc/driver/nvidia/capabilities/gpu0/mig/gi*/access"))
+	if err != nil || len(files) != 1 {
 		t.Errorf("the capability files are %v (%v), want one", files, err)
 	}
 	if _, err := os.Stat(filepath.Join(s.deviceFolder(), "nvidia-uvm-tools")); err == nil {
