@@ -16,7 +16,8 @@ type mark struct {
 
 // Mark durably records, in a file, that the plugin is about to enable a GPU's MIG mode in this
 // boot. While the file exists, a claim for the whole GPU reads the hardware, because the inventory
-// may be out of date. The plugin disables MIG mode only on a GPU with a mark of the current boot.
+// may be out of date. Without such a claim, the plugin disables MIG mode only on a GPU with a mark
+// of the current boot.
 func (s *Store) Mark(gpu, bootID string) error {
 	boot, marked, err := s.Marked(gpu)
 	if err != nil || marked && boot == bootID {

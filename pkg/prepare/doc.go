@@ -24,10 +24,11 @@
 // and its result after it.
 //
 // This driver owns a MIG instance only if a record of this boot proves that it created the
-// instance: the record has the GPU instance's ID, its placement and the MIG device's UUID. After an
-// interrupted creation, the driver also owns an instance that has exactly the planned placement,
-// did not exist before, and is still empty. Every other MIG instance is foreign. A claim may use a
-// foreign instance that was allocated to it, but the driver never changes the instance.
+// instance. Once the record has the ID of the GPU instance, the ID, the profile and the placement
+// prove it, and with a compute instance also the MIG device's UUID. Before that, after an
+// interrupted creation, the driver owns an instance that has exactly the planned profile and
+// placement, did not exist before, and is still empty. Every other MIG instance is foreign. A claim
+// may use a foreign instance that was allocated to it, but the driver never changes the instance.
 //
 // Another package decides which partitions the ResourceSlices list. This package creates and
 // restores what a claim was allocated, whatever the policy is by then.

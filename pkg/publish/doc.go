@@ -8,7 +8,7 @@
 //     whole, in partitions or in shares. It keeps every allocated device published, with the
 //     counters that it consumed when it was allocated, until its claim ends.
 //   - It marks the built slices with taints, for health and readiness, whenever these change. This
-//     waits for nothing.
+//     waits for nothing, except for a new leader's first build.
 //   - It passes the marked slices to Kubernetes' slice controller, one by one if only taints differ
 //     (package rollout).
 //

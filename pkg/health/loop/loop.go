@@ -2,8 +2,9 @@
 //
 // One goroutine, [Loop.Run], evaluates what the hardware watcher reports, with a monitor of package
 // health. It combines a burst of signals into one change. It saves findings on disk before it
-// reports them, so after a kill, a new process knows everything that was reported. Only the leader
-// saves them, since two plugin instances share the file.
+// reports them, so after a kill, a new process knows everything that was reported. If that fails,
+// it reports them nevertheless and saves them later. Only the leader saves them, since two plugin
+// instances share the file.
 //
 // Readers get the verdicts from [Loop.View] without a lock. If the goroutine hangs, they become
 // [Loop.Stale]. The package acts on no verdict: its reporter and its readers do.

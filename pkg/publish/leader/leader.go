@@ -5,8 +5,9 @@
 // to ask for a hand-over. If the newer instance ends after the hand-over, the former leader leads
 // again.
 //
-// The package publishes nothing. The leader also keeps the files that exist once on a node, such as
-// the base CDI spec, and the health findings: their owners ask the Lock who leads.
+// The package publishes nothing. The leader also saves the health findings. After a hand-over only
+// the newer instance keeps the files that exist once on a node, such as the base CDI spec: their
+// owners ask [Lock.NewerLeads].
 package leader
 
 import (
