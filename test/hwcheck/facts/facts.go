@@ -20,13 +20,19 @@ type Report struct {
 	// Driver is the installed driver, or nil if none was found.
 	Driver *Driver `json:"driver,omitempty"`
 	NVML   *NVML   `json:"nvml,omitempty"`
-	Checks []Check `json:"checks"`
+	// Getters, Libraries, Watcher and CUDA have the results of the check of the same name. They are
+	// nil if that check did not come so far.
+	Getters   *Getters   `json:"getters,omitempty"`
+	Libraries *Libraries `json:"libraries,omitempty"`
+	Watcher   *Watcher   `json:"watcher,omitempty"`
+	CUDA      *CUDA      `json:"cuda,omitempty"`
+	Checks    []Check    `json:"checks"`
 	// Agreed is set when every check has the verdict Agreed.
 	Agreed bool `json:"agreed"`
 }
 
 // CurrentFormat is the Format that this package writes.
-const CurrentFormat = 1
+const CurrentFormat = 2
 
 // Machine describes the machine that was checked.
 type Machine struct {
@@ -52,6 +58,9 @@ type Driver struct {
 	Root    string `json:"root"`
 	Library string `json:"library"`
 	DevRoot string `json:"devRoot"`
+	// Simulated says that the libraries are those of the simulator, so the report proves nothing about
+	// hardware.
+	Simulated bool `json:"simulated,omitempty"`
 	// Passed lists the other driver roots that were tried, each with the reason why it was not chosen.
 	Passed []string `json:"passed,omitempty"`
 }
@@ -108,6 +117,105 @@ type Difference struct {
 	What string `json:"what"`
 	Want string `json:"modelFile"`
 	Got  string `json:"nvml"`
+}
+
+// Answers maps each question of the getters to NVML's answer. A question begins with the GPU's PCI
+// address, or with "machine".
+type Answers map[string]Answer
+
+// Answer is a value, or the reason why there is none: NotThere, NoFunction, NoPermission or
+// NVML's text.
+type Answer struct {
+	Value string `json:"value,omitempty"`
+	Error string `json:"error,omitempty"`
+}
+
+func (a Answer) String() string {
+	if a.Error != "" {
+		return a.Error
+	}
+	return a.Value
+}
+
+// These are the reasons for which a getter has no value. The first two are no fault.
+const (
+	NotThere     = "not there"
+	NoFunction   = "no such function in this driver"
+	NoPermission = "no permission"
+)
+
+// Getters has the getters' answers to a process with CAP_SYS_ADMIN, and to one without any
+// capability. Privileged is nil if hwcheck itself lacks that capability.
+type Getters struct {
+	Privileged   Answers `json:"privileged,omitempty"`
+	Unprivileged Answers `json:"unprivileged,omitempty"`
+}
+
+// Libraries says which C library the driver's files need, and which this machine has. In a
+// container the machine's C library is that of the image.
+type Libraries struct {
+	CLibrary string `json:"cLibrary"`
+	// GLIBC is the highest version of glibc's symbols that CLibrary defines.
+	GLIBC string        `json:"glibc"`
+	Files []LibraryFile `json:"files"`
+}
+
+// LibraryFile is a library or program of the driver.
+type LibraryFile struct {
+	Name   string   `json:"name"`
+	Needed []string `json:"needed,omitempty"`
+	// GLIBC is the highest version of glibc's symbols that the file needs. It is empty for a static
+	// program.
+	GLIBC string `json:"glibc,omitempty"`
+}
+
+// Watcher has what was measured of the plugin's watcher process, and of scans while it ran.
+type Watcher struct {
+	// AttachMillis is the time from the start of the process until it had NVML, and AnswerMillis until
+	// each GPU had answered.
+	AttachMillis int64 `json:"attachMillis"`
+	AnswerMillis int64 `json:"answerMillis"`
+	EndMillis    int64 `json:"endMillis"`
+	Events       bool  `json:"events"`
+	// Descriptors counts the open descriptors of each NVIDIA device node at rest.
+	Descriptors map[string]int `json:"descriptors"`
+	// Start and End are the process's use before and after the scans.
+	Start Usage `json:"start"`
+	End   Usage `json:"end"`
+	Polls int   `json:"polls"`
+	Scans Scans `json:"scans"`
+}
+
+// Usage is what a process holds.
+type Usage struct {
+	Descriptors int `json:"descriptors"`
+	MemoryKiB   int `json:"memoryKiB"`
+}
+
+// Scans has the number of scans of the hardware and how long they took.
+type Scans struct {
+	Count         int   `json:"count"`
+	FirstMillis   int64 `json:"firstMillis"`
+	MedianMillis  int64 `json:"medianMillis"`
+	LongestMillis int64 `json:"longestMillis"`
+}
+
+// CUDA has what the CUDA program printed in a container with one GPU, and in one without.
+type CUDA struct {
+	WithGPU    CUDAResult `json:"withGPU"`
+	WithoutGPU CUDAResult `json:"withoutGPU"`
+}
+
+// CUDAResult is the output of the CUDA program. Step is the call that failed with Error, a
+// CUresult, or "done".
+type CUDAResult struct {
+	Step          string `json:"step"`
+	Error         int    `json:"error"`
+	DriverVersion int    `json:"driverVersion"`
+	Devices       int    `json:"devices"`
+	UUID          string `json:"uuid"`
+	Correct       int    `json:"correct"`
+	Wrong         int    `json:"wrong"`
 }
 
 // Verdict is the result of one check.

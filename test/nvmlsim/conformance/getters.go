@@ -1,0 +1,166 @@
+package conformance
+
+import (
+	"encoding/binary"
+	"fmt"
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+// DeviceGetters is the closed list of the functions of a GPU that may run with CAP_SYS_ADMIN on
+// real hardware, where a setter would take effect. A test compares it with a list of names.
+type DeviceGetters interface {
+	GetPciInfo() (nvml.PciInfo, nvml.Return)
+	GetMigMode() (int, int, nvml.Return)
+	GetGpuInstanceProfileInfo(int) (nvml.GpuInstanceProfileInfo, nvml.Return)
+	GetGpuInstancePossiblePlacements(*nvml.GpuInstanceProfileInfo) ([]nvml.GpuInstancePlacement, nvml.Return)
+	GetFieldValues([]nvml.FieldValue) nvml.Return
+	GetSupportedEventTypes() (uint64, nvml.Return)
+	GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return)
+	GetRemappedRows() (int, int, bool, bool, nvml.Return)
+	GetEccMode() (nvml.EnableState, nvml.EnableState, nvml.Return)
+	GetMemoryInfo() (nvml.Memory, nvml.Return)
+	GetPersistenceMode() (nvml.EnableState, nvml.Return)
+}
+
+// SystemGetters is the closed list of the functions of the whole machine.
+type SystemGetters interface {
+	SystemGetConfComputeState() (nvml.ConfComputeSystemState, nvml.Return)
+	SystemGetConfComputeGpusReadyState() (uint32, nvml.Return)
+}
+
+// profileValues is the number of NVML profile values to ask for. It is more than the header names,
+// because a newer driver may know more.
+const profileValues = 32
+
+// readFields are the fields to read, with what they mean.
+var readFields = []struct {
+	id   uint32
+	name string
+}{
+	{nvml.FI_DEV_IS_RESETLESS_MIG_SUPPORTED, "MIG mode changes without a reset"},
+	{nvml.FI_DEV_IS_MIG_MODE_INDEPENDENT_MIG_QUERY_CAPABLE, "MIG queries work in either MIG mode"},
+	{nvml.FI_DEV_GET_GPU_RECOVERY_ACTION, "recovery action"},
+}
+
+// AskSystem calls every SystemGetters function and adds its answer. has says whether the driver's
+// library has a function: go-nvml ends the process if it calls one that is missing.
+func AskSystem(system SystemGetters, has func(string) bool, answers facts.Answers) {
+	for _, q := range []struct {
+		name, function string
+		ask            func() (string, nvml.Return)
+	}{
+		{"confidential computing", "nvmlSystemGetConfComputeState", func() (string, nvml.Return) {
+			state, ret := system.SystemGetConfComputeState()
+			return fmt.Sprintf("environment %d, feature %d, developer mode %d", state.Environment, state.CcFeature, state.DevToolsMode), ret
+		}},
+		{"ready state", "nvmlSystemGetConfComputeGpusReadyState", func() (string, nvml.Return) {
+			ready, ret := system.SystemGetConfComputeGpusReadyState()
+			return fmt.Sprint(ready), ret
+		}},
+	} {
+		record(answers, "machine: "+q.name, q.function, has, q.ask)
+	}
+}
+
+// AskDevice calls every DeviceGetters function and adds its answer under the GPU's PCI address.
+func AskDevice(device DeviceGetters, has func(string) bool, answers facts.Answers) {
+	pci, _ := device.GetPciInfo()
+	add := func(question, function string, ask func() (string, nvml.Return)) {
+		record(answers, text(pci.BusId[:])+": "+question, function, has, ask)
+	}
+	add("MIG mode", "nvmlDeviceGetMigMode", func() (string, nvml.Return) {
+		current, pending, ret := device.GetMigMode()
+		return fmt.Sprintf("%d, pending %d", current, pending), ret
+	})
+	for value := range profileValues {
+		askProfile(device, value, add)
+	}
+	for _, field := range readFields {
+		add(fmt.Sprintf("field %d (%s)", field.id, field.name), "nvmlDeviceGetFieldValues", func() (string, nvml.Return) {
+			values := []nvml.FieldValue{{FieldId: field.id}}
+			ret := device.GetFieldValues(values)
+			if ret == nvml.SUCCESS {
+				ret = nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
+			}
+			return fmt.Sprint(binary.LittleEndian.Uint64(values[0].Value[:])), ret
+		})
+	}
+	add("supported events", "nvmlDeviceGetSupportedEventTypes", func() (string, nvml.Return) {
+		mask, ret := device.GetSupportedEventTypes()
+		return fmt.Sprintf("%#x", mask), ret
+	})
+	add("fabric", "nvmlDeviceGetGpuFabricInfo", func() (string, nvml.Return) {
+		info, ret := device.GetGpuFabricInfo()
+		return fmt.Sprintf("state %d, status %d", info.State, info.Status), ret
+	})
+	add("remapped rows", "nvmlDeviceGetRemappedRows", func() (string, nvml.Return) {
+		correctable, uncorrectable, pending, failed, ret := device.GetRemappedRows()
+		return fmt.Sprintf("%d correctable, %d uncorrectable, pending %t, failed %t", correctable, uncorrectable, pending, failed), ret
+	})
+	add("ECC mode", "nvmlDeviceGetEccMode", func() (string, nvml.Return) {
+		current, pending, ret := device.GetEccMode()
+		return fmt.Sprintf("%d, pending %d", current, pending), ret
+	})
+	add("memory", "nvmlDeviceGetMemoryInfo", func() (string, nvml.Return) {
+		memory, ret := device.GetMemoryInfo()
+		return fmt.Sprintf("%d MiB", memory.Total>>20), ret
+	})
+	add("persistence mode", "nvmlDeviceGetPersistenceMode", func() (string, nvml.Return) {
+		mode, ret := device.GetPersistenceMode()
+		return fmt.Sprint(mode), ret
+	})
+}
+
+// askProfile asks for one GPU instance profile and, if it exists, for its placements. NVML may
+// answer about placements only with MIG mode on, or only a privileged process.
+func askProfile(device DeviceGetters, value int, add func(question, function string, ask func() (string, nvml.Return))) {
+	var info nvml.GpuInstanceProfileInfo
+	var ret nvml.Return
+	add(fmt.Sprintf("profile %d", value), "nvmlDeviceGetGpuInstanceProfileInfo", func() (string, nvml.Return) {
+		info, ret = device.GetGpuInstanceProfileInfo(value)
+		return fmt.Sprintf("ID %d, %d slices, %d MiB, at most %d", info.Id, info.SliceCount, info.MemorySizeMB, info.InstanceCount), ret
+	})
+	if ret != nvml.SUCCESS {
+		return
+	}
+	add(fmt.Sprintf("placements of profile %d", value), "nvmlDeviceGetGpuInstancePossiblePlacements_v2", func() (string, nvml.Return) {
+		placements, ret := device.GetGpuInstancePossiblePlacements(&info)
+		var found []string
+		for _, p := range placements {
+			found = append(found, fmt.Sprintf("%d+%d", p.Start, p.Size))
+		}
+		slices.Sort(found)
+		return fmt.Sprint(found), ret
+	})
+}
+
+// record adds the answer of one function, or NVML's error in the words of facts.
+func record(answers facts.Answers, question, function string, has func(string) bool, ask func() (string, nvml.Return)) {
+	if !has(function) {
+		answers[question] = facts.Answer{Error: facts.NoFunction}
+		return
+	}
+	value, ret := ask()
+	if ret != nvml.SUCCESS {
+		answers[question] = facts.Answer{Error: errorName(ret)}
+		return
+	}
+	answers[question] = facts.Answer{Value: value}
+}
+
+// errorName returns the facts' name of an NVML error that says that this GPU or driver does not
+// have something, and NVML's text for all others.
+func errorName(ret nvml.Return) string {
+	switch ret {
+	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_NOT_FOUND, nvml.ERROR_INVALID_ARGUMENT:
+		return facts.NotThere
+	case nvml.ERROR_NO_PERMISSION:
+		return facts.NoPermission
+	default:
+		return ret.Error()
+	}
+}

@@ -1,0 +1,93 @@
+package conformance
+
+import (
+	"flag"
+	"reflect"
+	"slices"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
+)
+
+var gettersFlag = flag.String("getters", "",
+	"file to write the answers of a closed list of getters to, as JSON; goes with -lib, and nothing else runs")
+
+// On real hardware, this test calls the getters and writes their answers to a file. It may run with
+// CAP_SYS_ADMIN, so it uses NVML only through the two interfaces with getters.
+func TestHardwareGettersAreRecorded(t *testing.T) {
+	if *gettersFlag == "" {
+		t.Skip("no -getters given")
+	}
+	library := initialize(t)
+	has := func(function string) bool { return library.Extensions().LookupSymbol(function) == nil }
+	answers := facts.Answers{}
+	AskSystem(library, has, answers)
+	for _, device := range devices(t, library) {
+		AskDevice(device, has, answers)
+	}
+	if err := facts.Write(*gettersFlag, answers); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The interfaces that reach hardware with CAP_SYS_ADMIN must have exactly these functions. Who adds
+// one here must know that it changes nothing.
+func TestListOfGettersIsClosed(t *testing.T) {
+	for _, x := range []struct {
+		list reflect.Type
+		want []string
+	}{
+		{reflect.TypeFor[DeviceGetters](), []string{
+			"GetEccMode", "GetFieldValues", "GetGpuFabricInfo", "GetGpuInstancePossiblePlacements", "GetGpuInstanceProfileInfo",
+			"GetMemoryInfo", "GetMigMode", "GetPciInfo", "GetPersistenceMode", "GetRemappedRows", "GetSupportedEventTypes",
+		}},
+		{reflect.TypeFor[SystemGetters](), []string{"SystemGetConfComputeGpusReadyState", "SystemGetConfComputeState"}},
+	} {
+		var got []string
+		for i := range x.list.NumMethod() {
+			got = append(got, x.list.Method(i).Name)
+		}
+		slices.Sort(got)
+		if !slices.Equal(got, x.want) {
+			t.Errorf("%s has %v, want %v", x.list, got, x.want)
+		}
+	}
+}
+
+// The simulated library must answer every getter for a GPU with MIG and for one without.
+func TestGettersAreAnswered(t *testing.T) {
+	for node, want := range map[string]map[string]facts.Answer{
+		"dgx-h100": {"profile 0": {Value: "ID 19, 1 slices, 9984 MiB, at most 7"}, "field 184 (MIG mode changes without a reset)": {Value: "1"}},
+		"t4-x1":    {"profile 0": {Error: facts.NotThere}, "MIG mode": {Error: facts.NotThere}},
+	} {
+		t.Run(node, func(t *testing.T) {
+			newWorld(t, readNode(t, node))
+			library := initialize(t)
+			device := devices(t, library)[0]
+			pci, _ := device.GetPciInfo()
+			answers := facts.Answers{}
+			has := func(string) bool { return true }
+			AskSystem(library, has, answers)
+			AskDevice(device, has, answers)
+			for question, answer := range want {
+				if got := answers[text(pci.BusId[:])+": "+question]; got != answer {
+					t.Errorf("%s: %+v, want %+v", question, got, answer)
+				}
+			}
+			for question, answer := range answers {
+				if answer.Error != "" && answer.Error != facts.NotThere {
+					t.Errorf("%s: %s", question, answer.Error)
+				}
+			}
+		})
+	}
+}
+
+// A function that an older driver's library lacks must not be called.
+func TestMissingFunctionIsRecorded(t *testing.T) {
+	answers := facts.Answers{}
+	AskSystem(nil, func(string) bool { return false }, answers)
+	if got := answers["machine: ready state"]; len(answers) != 2 || got.Error != facts.NoFunction {
+		t.Errorf("answers: %v", answers)
+	}
+}
