@@ -29,6 +29,10 @@ type visit struct {
 	shown []printed
 }
 
+// checkLimit is how long all checks together may take. What ends a check and writes the report
+// takes seconds more, and all of it must end within nine minutes.
+const checkLimit = 8*time.Minute + 30*time.Second
+
 type printed struct{ title, language, text string }
 
 // check compares the model with the machine, writes the report to out, and returns the exit code.
@@ -65,9 +69,14 @@ func check(ctx context.Context, o options, out, progress io.Writer) (code int, e
 			"and TMPDIR must name a folder not mounted noexec): %s", plugin, version.summary())
 	}
 	s.report.Plugin = strings.TrimSpace(version.stdout)
-	s.checkAll(ctx, places, empty)
+	limited, cancel := context.WithTimeout(ctx, checkLimit)
+	defer cancel()
+	s.checkAll(limited, places, empty)
 	if err := ctx.Err(); err != nil {
 		return exitDiffered, fmt.Errorf("interrupted: %w", err)
+	}
+	if limited.Err() != nil {
+		s.add("all checks ran", facts.Failed, "the limit of %s ended the last one, and later ones were left out", checkLimit)
 	}
 	return s.finish(out)
 }
@@ -87,14 +96,22 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 	if s.report.Driver == nil {
 		return
 	}
+	s.checkLibraries()
+	// The watcher runs until the end, as the plugin's does. It keeps the GPUs open, so that the other
+	// programs do not wait seconds for each of them.
+	w := s.attachWatcher(ctx)
 	s.checkNVML(ctx)
+	s.checkGetters(ctx)
 	offered := s.checkInventory(ctx)
-	if specs == "" {
-		return // findDriver reported why
+	if specs != "" { // otherwise findDriver reported why
+		if set := s.checkSpecs(specs, offered); set != nil && len(offered) > 0 {
+			c := &containers{programs: s.programs, work: s.work, specs: set, libraries: driverLibraries(s.report.Driver)}
+			s.checkListing(ctx, c, offered)
+			s.checkCUDA(ctx, c, offered[0])
+		}
+		s.checkScans(ctx, w)
 	}
-	if set := s.checkSpecs(specs, offered); set != nil && len(offered) > 0 {
-		s.checkContainers(ctx, set, offered)
-	}
+	s.endWatcher(w)
 }
 
 // inventory runs "gpu-kubelet-plugin inventory" with the driver root at root. format is the value

@@ -13,7 +13,7 @@ import (
 	oci "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// way is how hwcheck runs nvidia-smi with the edits of a CDI spec: with runc, in a chroot, or
+// way is how hwcheck runs a program with the edits of a CDI spec: with runc, in a chroot, or
 // without a container. The first proves most about the spec.
 type way int
 
@@ -24,31 +24,40 @@ const (
 	// inNamespace uses a chroot in a mount namespace. It proves that the spec's mounts, device nodes
 	// and variables suffice.
 	inNamespace
-	// onTheMachine uses no container. It proves only that nvidia-smi works on this machine.
+	// onTheMachine uses no container. It proves only that the program works on this machine.
 	onTheMachine
 )
 
 func (w way) notShown() string {
 	switch w {
 	case inNamespace:
-		return "nvidia-smi ran in a chroot with the spec's mounts, device nodes and variables; not shown: " +
+		return "it ran in a chroot with the spec's mounts, device nodes and variables; not shown: " +
 			"that runc takes the spec, its hooks, and that the device cgroup keeps other GPUs away"
 	case onTheMachine:
-		return "nvidia-smi ran on the machine itself; not shown: anything about the CDI spec in a container"
+		return "it ran on the machine itself; not shown: anything about the CDI spec in a container"
 	default:
 		return ""
 	}
 }
 
-// containers runs nvidia-smi in containers with CDI devices. It uses the way that proves most among
+// guest is a program to run in a container, without a network or capabilities.
+type guest struct {
+	host   string // path on the machine
+	inside string // path in a container
+	// copied says that hwcheck copies the program into the container. Otherwise the CDI spec mounts
+	// it.
+	copied bool
+}
+
+// containers runs programs in containers with CDI devices. It uses the way that proves most among
 // those that this machine allows.
 type containers struct {
 	programs programs
 	work     string
 	specs    *specSet
-	nvml     string
-	smi      string // path of nvidia-smi on the machine
-	inside   string // path of nvidia-smi in a container
+	// libraries are the driver's libraries on the machine. Containers get the C library as far as
+	// these need it.
+	libraries []string
 
 	way way
 	// refused has the errors because of which the run does not use runc, or neither runc nor a chroot.
@@ -56,11 +65,11 @@ type containers struct {
 	count   int
 }
 
-// run runs nvidia-smi with args in a new container that has these CDI devices. If the machine does
+// run runs a program with args in a new container that has these CDI devices. If the machine does
 // not allow the current way (runc first, then a chroot), run uses the next one, now and in later
 // calls.
-func (c *containers) run(ctx context.Context, devices []string, args ...string) outcome {
-	if err := checkPermitted(nvidiaSMI, args); err != nil {
+func (c *containers) run(ctx context.Context, p guest, devices []string, args ...string) outcome {
+	if err := checkPermitted(filepath.Base(p.inside), args); err != nil {
 		return outcome{err: err}
 	}
 	for {
@@ -68,11 +77,11 @@ func (c *containers) run(ctx context.Context, devices []string, args ...string) 
 		var refused error
 		switch c.way {
 		case byRunc:
-			result, refused = c.byRunc(ctx, devices, args)
+			result, refused = c.byRunc(ctx, p, devices, args)
 		case inNamespace:
-			result, refused = c.inNamespace(ctx, devices, args)
+			result, refused = c.inNamespace(ctx, p, devices, args)
 		default:
-			return c.onTheMachine(ctx, args)
+			return c.onTheMachine(ctx, p, args)
 		}
 		if refused == nil || ctx.Err() != nil {
 			return result
@@ -82,27 +91,30 @@ func (c *containers) run(ctx context.Context, devices []string, args ...string) 
 	}
 }
 
-// folder creates the folder of a new container. bundle is that folder, and rootfs the container's
-// root file system in it.
-func (c *containers) folder() (bundle, rootfs string, err error) {
+// folder creates the folder of a new container for a program. bundle is that folder, and rootfs the
+// container's root file system in it.
+func (c *containers) folder(p guest) (bundle, rootfs string, err error) {
 	c.count++
 	bundle = filepath.Join(c.work, fmt.Sprintf("container-%d", c.count))
 	rootfs = filepath.Join(bundle, "rootfs")
 	if err := os.MkdirAll(rootfs, 0o755); err != nil { //nolint:gosec // a container's root
 		return "", "", err
 	}
-	return bundle, rootfs, makeRootfs(rootfs, c.smi, c.nvml)
+	if err := makeRootfs(rootfs, append(slices.Clone(c.libraries), p.host)...); err != nil || !p.copied {
+		return bundle, rootfs, err
+	}
+	return bundle, rootfs, copyFile(p.host, filepath.Join(rootfs, p.inside))
 }
 
-// byRunc runs nvidia-smi in a container with runc. The error means that runc could not create the
-// container. If nvidia-smi fails, outcome has its error.
-func (c *containers) byRunc(ctx context.Context, devices, args []string) (outcome, error) {
-	bundle, _, err := c.folder()
+// byRunc runs a program in a container with runc. The error means that runc could not create the
+// container. If the program fails, outcome has its error.
+func (c *containers) byRunc(ctx context.Context, p guest, devices, args []string) (outcome, error) {
+	bundle, _, err := c.folder(p)
 	if err != nil {
 		return outcome{}, err
 	}
 	id := fmt.Sprintf("hwcheck-%d-%d", os.Getpid(), c.count)
-	config := configuration(id, append([]string{c.inside}, args...))
+	config := configuration(id, append([]string{p.inside}, args...))
 	if err := c.specs.inject(config, devices); err != nil {
 		return outcome{}, err
 	}
@@ -172,15 +184,15 @@ func configuration(id string, argv []string) *oci.Spec {
 	}
 }
 
-// onTheMachine runs the machine's nvidia-smi without a container.
-func (c *containers) onTheMachine(ctx context.Context, args []string) outcome {
+// onTheMachine runs a program without a container.
+func (c *containers) onTheMachine(ctx context.Context, p guest, args []string) outcome {
 	return start(ctx, command{
-		argv: slices.Concat([]string{c.programs.self, stageWithoutCapabilities, c.smi}, args),
-		env:  []string{"LD_LIBRARY_PATH=" + filepath.Dir(c.nvml)},
+		argv: slices.Concat([]string{c.programs.self, stageWithoutCapabilities, p.host}, args),
+		env:  []string{"LD_LIBRARY_PATH=" + filepath.Dir(c.libraries[0])},
 	})
 }
 
-// reservations says what the runs of nvidia-smi could not prove and why. It returns an empty string
+// reservations says what the runs could not prove and why. It returns an empty string
 // if they ran in runc and so proved everything.
 func (c *containers) reservations() string {
 	if c.way == byRunc {

@@ -56,6 +56,7 @@ type machine struct {
 	folder string
 	root   string // folder of the simulated machine
 	temp   string // folder for hwcheck's temporary files
+	scans  string // the value of --scans
 	setup  []string
 }
 
@@ -73,7 +74,7 @@ func newMachine(t *testing.T, node string, kind layout.Kind, change func(*layout
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &machine{t: t, root: t.TempDir(), temp: t.TempDir()}
+	m := &machine{t: t, root: t.TempDir(), temp: t.TempDir(), scans: "3"}
 	if m.folder, err = folder(); err != nil {
 		t.Fatal(err)
 	}
@@ -132,7 +133,7 @@ type result struct {
 // command returns the command that runs hwcheck as a user would, without Go: with a minimal
 // environment, and in the folder kept.
 func (m *machine) command(kept string, argv ...string) *exec.Cmd {
-	argv = append(argv, "--out", filepath.Join(kept, "report"))
+	argv = append(argv, "--out", filepath.Join(kept, "report"), "--scans", m.scans)
 	script := "set -e\n" + strings.Join(m.setup, "\n") + "\ncd \"$1\"; shift\n" +
 		"exec /usr/bin/env -i PATH=/nonexistent TMPDIR=" + m.temp + " \"$@\"\n"
 	cmd := exec.Command("/bin/sh", append([]string{"-c", script, "sh", kept}, argv...)...) //nolint:gosec // our own
@@ -252,6 +253,14 @@ const (
 	oneCheck       = "a container with one GPU sees only that GPU"
 	allCheck       = "a container with all GPUs sees all"
 	tableCheck     = "nvidia-smi prints its table in a container"
+	gettersCheck   = "NVML answers a privileged reader"
+	librariesCheck = "the C library suffices for the driver"
+	attachCheck    = "the watcher reaches every GPU"
+	restCheck      = "the watcher holds no MIG instance"
+	scansCheck     = "repeated scans leak nothing"
+	endCheck       = "the watcher ends and releases the GPUs"
+	cudaWithout    = "CUDA sees no GPU in a container without one"
+	cudaWith       = "CUDA computes in a container with one GPU"
 )
 
 // all returns a map from each of the names of comparisons to the same verdict v.
@@ -279,14 +288,19 @@ func TestMatchingMachineAgrees(t *testing.T) {
 	for name, kind := range map[string]layout.Kind{"dgx-h100": layout.Container, "t4-x1": layout.Bare, "mixed": layout.Bare} {
 		t.Run(fmt.Sprintf("%s, %s", name, kind), func(t *testing.T) {
 			m := newMachine(t, name, kind, nil)
+			if name == "t4-x1" {
+				m.scans = "100" // the default
+			}
 			before := driverState(t, m)
 			r := m.check(m.in0()...)
-			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck))
+			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck,
+				gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
+			r.wantVerdicts(t, all(facts.NotProven, cudaWithout, cudaWith))
 			described, err := model.ReadNode(filepath.Join(simulator, "nodes", name+".yaml"), t.Name())
 			if err != nil {
 				t.Fatal(err)
 			}
-			if r.code != exitAgreed || !r.facts.Agreed || r.facts.Driver == nil || r.facts.Driver.Root != "/usr/local/nvidia" ||
+			if r.code != exitNotProven || r.facts.Driver == nil || !r.facts.Driver.Simulated || r.facts.Driver.Root != "/usr/local/nvidia" ||
 				r.facts.NVML == nil || len(r.facts.NVML.GPUs) != len(described.GPUs) || r.facts.NVML.DriverVersion != described.DriverVersion {
 				t.Errorf("exit code %d, facts %+v", r.code, r.facts)
 			}
@@ -294,10 +308,45 @@ func TestMatchingMachineAgrees(t *testing.T) {
 				!strings.Contains(r.report, "k8s.gpu.nvidia.com/claim") || !strings.Contains(r.report, "| NVIDIA-SMI") {
 				t.Errorf("the report lacks something:\n%s", r.report)
 			}
+			r.wantOnlyCUDANotProven(t)
+			r.wantMeasured(t, m)
 			if !bytes.Equal(before, driverState(t, m)) {
 				t.Error("the check changed the driver's state")
 			}
 		})
+	}
+}
+
+// wantOnlyCUDANotProven fails the test unless the simulated CUDA library is all that was not
+// proven.
+func (r result) wantOnlyCUDANotProven(t *testing.T) {
+	t.Helper()
+	for _, c := range r.facts.Checks {
+		isCUDA := c.Name == cudaWith || c.Name == cudaWithout
+		if isCUDA && !strings.HasPrefix(c.Detail, "simulated library: CUDA error 100 in cuInit") || !isCUDA && c.Verdict != facts.Agreed {
+			t.Errorf("%+v", c)
+		}
+	}
+	if !strings.Contains(r.report, "The driver is simulated") {
+		t.Error("the report does not say that the driver is simulated")
+	}
+}
+
+// wantMeasured fails the test unless the facts have what the newer checks measured.
+func (r result) wantMeasured(t *testing.T, m *machine) {
+	t.Helper()
+	w := r.facts.Watcher
+	if w == nil || w.Descriptors["nvidiactl"] == 0 && w.Descriptors["nvidia0"] == 0 || fmt.Sprint(w.Scans.Count) != m.scans ||
+		w.Start.Descriptors == 0 || w.Start.MemoryKiB == 0 || w.AnswerMillis == 0 || w.Polls == 0 {
+		t.Errorf("watcher: %+v", w)
+	}
+	g := r.facts.Getters
+	if g == nil || len(g.Privileged) < 40 || len(g.Privileged) != len(g.Unprivileged) {
+		t.Errorf("getters: %+v", g)
+	}
+	l := r.facts.Libraries
+	if l == nil || len(l.Files) != 5 || !strings.HasPrefix(l.GLIBC, "2.") || !strings.HasPrefix(l.Files[0].GLIBC, "2.") {
+		t.Errorf("libraries: %+v", l)
 	}
 }
 
@@ -369,6 +418,8 @@ func TestCheckWithoutRuncNamesTheGap(t *testing.T) {
 		r := n.check(append([]string{m.hwcheck(), stageWithoutCapabilities}, n.in0()...)...)
 		r.wantVerdicts(t, all(facts.NotProven, containers...))
 		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
+		r.wantVerdicts(t, all(facts.NotProven, gettersCheck))
+		r.wantVerdicts(t, all(facts.Agreed, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
 		if r.code != exitNotProven || !strings.Contains(r.report, "ran on the machine itself") ||
 			!strings.Contains(r.report, "no mount namespace") {
 			t.Errorf("exit code %d\n%s", r.code, r.errOut)

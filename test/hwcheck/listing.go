@@ -11,12 +11,13 @@ import (
 
 var uuidForm = regexp.MustCompile(`\(UUID: (GPU-[0-9a-f-]+)\)`)
 
-// checkContainers runs nvidia-smi -L in containers with no GPU, one GPU and all GPUs. It adds to
-// the report whether nvidia-smi lists exactly the GPUs that the container was given.
-func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []offer) {
-	c := &containers{programs: s.programs, work: s.work, specs: set, nvml: s.report.Driver.Library}
-	var ok bool
-	if c.smi, c.inside, ok = set.mounted(nvidiaSMI); !ok {
+// checkListing runs nvidia-smi -L in containers with no GPU, one GPU and all GPUs. It adds to the
+// report whether nvidia-smi lists exactly the GPUs that the container was given.
+func (s *visit) checkListing(ctx context.Context, c *containers, offered []offer) {
+	set := c.specs
+	host, inside, ok := set.mounted(nvidiaSMI)
+	smi := guest{host: host, inside: inside}
+	if !ok {
 		s.add("nvidia-smi in a container", facts.NotProven, "%v", errNoSMI)
 		return
 	}
@@ -37,7 +38,7 @@ func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []off
 			s.add(x.name, facts.Failed, "%v", err)
 			return
 		}
-		result := c.run(ctx, devices, "-L")
+		result := c.run(ctx, smi, devices, "-L")
 		if ctx.Err() != nil {
 			return // the output of an interrupted run proves nothing
 		}
@@ -49,7 +50,7 @@ func (s *visit) checkContainers(ctx context.Context, set *specSet, offered []off
 		s.add("nvidia-smi prints its table in a container", facts.Failed, "%v", err)
 		return
 	}
-	result := c.run(ctx, devices)
+	result := c.run(ctx, smi, devices)
 	if ctx.Err() != nil {
 		return
 	}

@@ -9,8 +9,9 @@
 // Hwcheck only reads. It changes no GPU's MIG layout, clocks, power, persistence, compute mode or
 // anything else, and resets none. Two measures guarantee that. The programs and their arguments are
 // a closed list (programs.go). And every program that uses the driver runs without capabilities
-// (capabilities.go), which the kernel driver requires for changes. Hwcheck creates only temporary
-// files and containers, and removes them.
+// (capabilities.go), which the kernel driver requires for changes. One exception calls a closed
+// list of NVML getters with CAP_SYS_ADMIN (getters.go). Hwcheck creates only temporary files and
+// containers, and removes them.
 package main
 
 import (
@@ -34,10 +35,12 @@ const (
 	exitNotProven = 4 // nothing differs, but this machine does not allow every check
 )
 
-const promise = `This check only reads. It runs gpu-kubelet-plugin inventory, a comparison through NVML, nvidia-smi
-without arguments or with -L, and runc. Every program that uses the driver runs without capabilities,
-so the driver itself would refuse to change a GPU. MIG layout, clocks, power, persistence and compute
-mode stay as they are, nothing is reset, and the check removes its temporary folder and containers.`
+const promise = `This check only reads. It runs gpu-kubelet-plugin inventory and watch, a comparison through NVML,
+nvidia-smi without arguments or with -L, runc, and a CUDA program of its own that uses 4 KiB of one GPU.
+Every program that uses the driver runs without capabilities, so the driver itself would refuse to
+change a GPU. Only a closed list of NVML getters also runs with CAP_SYS_ADMIN. MIG layout, clocks,
+power, persistence and compute mode stay as they are, nothing is reset, and the check removes its
+temporary folder and containers. It ends within nine minutes.`
 
 type options struct {
 	driverRoot string
@@ -46,6 +49,8 @@ type options struct {
 	proc       string
 	models     string
 	out        string
+	scans      int
+	cuda       bool
 }
 
 func main() {
@@ -61,6 +66,8 @@ func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 		switch args[0] {
 		case stageWithoutCapabilities:
 			return report(errOut, execWithoutCapabilities(args[1:]))
+		case stageWithSysAdmin:
+			return report(errOut, execWithSysAdmin(args[1:]))
 		case stageInNamespace:
 			return report(errOut, execInNamespace(args[1:]))
 		}
@@ -101,6 +108,8 @@ func parse(args []string, errOut io.Writer) (options, error) {
 	flags.StringVar(&o.proc, "proc-root", "/proc", "where procfs is mounted")
 	flags.StringVar(&o.models, "models", "", "folder of GPU model files; empty means those that came with this program")
 	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json, created if missing")
+	flags.IntVar(&o.scans, "scans", 100, "how often to scan the GPUs in search of a leak, at least 1")
+	flags.BoolVar(&o.cuda, "cuda", true, "run a CUDA program on one GPU; it takes the GPU's context memory for a second")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}
@@ -113,6 +122,11 @@ func parse(args []string, errOut io.Writer) (options, error) {
 			return o, err
 		}
 		*path = absolute
+	}
+	if o.scans < 1 {
+		err := fmt.Errorf("--scans=%d: want at least 1", o.scans)
+		fmt.Fprintln(errOut, "hwcheck:", err)
+		return o, err
 	}
 	if flags.NArg() > 0 {
 		err := fmt.Errorf("unexpected argument %q", flags.Arg(0))

@@ -36,21 +36,21 @@ type bind struct {
 	To   string `json:"to"`
 }
 
-// exitNotEntered is the exit code of a process that could not start nvidia-smi in the namespace.
+// exitNotEntered is the exit code of a process that could not start the program in the namespace.
 const exitNotEntered = 125
 
-// inNamespace runs nvidia-smi in a chroot, for machines where runc is not allowed. It needs only a
+// inNamespace runs a program in a chroot, for machines where runc is not allowed. It needs only a
 // mount namespace, and for ordinary users also a user namespace. The error means that these were
 // refused.
-func (c *containers) inNamespace(ctx context.Context, devices, args []string) (outcome, error) {
-	bundle, rootfs, err := c.folder()
+func (c *containers) inNamespace(ctx context.Context, p guest, devices, args []string) (outcome, error) {
+	bundle, rootfs, err := c.folder(p)
 	if err != nil {
 		return outcome{}, err
 	}
 	edits := c.specs.edits(devices)
 	todo := chrooted{
 		Rootfs: rootfs, Env: append([]string{"PATH=/usr/bin:/bin", "LC_ALL=C"}, edits.Env...),
-		Argv: append([]string{c.inside}, args...),
+		Argv: append([]string{p.inside}, args...),
 	}
 	todo.Binds = append(todo.Binds, bind{"/proc", "/proc"})
 	for _, n := range edits.DeviceNodes {

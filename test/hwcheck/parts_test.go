@@ -1,12 +1,15 @@
 package main
 
 import (
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
@@ -25,6 +28,11 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 		{nvidiaSMI, []string{"mig", "-cgi", "19"}, false},
 		{plugin, []string{"inventory", "-o", "cdi"}, true},
 		{plugin, []string{"version"}, true},
+		{plugin, []string{"watch"}, true},
+		{plugin, []string{"watch", "more"}, false},
+		{plugin, []string{"partition"}, false}, // it changes MIG layouts
+		{cudaCheck, nil, true},
+		{cudaCheck, []string{"more"}, false},
 		{plugin, nil, false}, // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
 		{conformance, []string{"-lib", "/x", "-test.v"}, true},
@@ -49,26 +57,130 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 }
 
 // The test starts its own binary as a child. The child drops its capabilities and prints what it
-// still has, and the test expects none.
+// still has, and the test expects none, or CAP_SYS_ADMIN alone.
 func TestDriverProgramsHaveNoCapabilities(t *testing.T) {
-	if os.Getenv("HWCHECK_TEST_STAGE") != "" {
-		t.Fatal(execWithoutCapabilities([]string{"/bin/cat", "/proc/self/status"}))
+	const none, sysAdmin = "0000000000000000", "0000000000200000"
+	show := []string{"/bin/cat", "/proc/self/status"}
+	switch os.Getenv("HWCHECK_TEST_STAGE") {
+	case none:
+		t.Fatal(execWithoutCapabilities(show))
+	case sysAdmin:
+		t.Fatal(execWithoutCapabilities(show, unix.CAP_SYS_ADMIN))
 	}
-	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$")
-	cmd.Env = append(os.Environ(), "HWCHECK_TEST_STAGE=1")
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
-	const none = "0000000000000000"
-	want := map[string]string{"CapInh": none, "CapPrm": none, "CapEff": none, "CapAmb": none, "NoNewPrivs": "1"}
-	if os.Geteuid() == 0 {
-		want["CapBnd"] = none // root could regain capabilities from the bounding set
-	}
-	for name, value := range want {
-		if !strings.Contains(string(out), name+":\t"+value+"\n") {
-			t.Errorf("%s is not %s:\n%s", name, value, out)
+	for _, has := range []string{none, sysAdmin} {
+		if has == sysAdmin && !hasSysAdmin() {
+			t.Log("this process lacks CAP_SYS_ADMIN, so it cannot test the stage that keeps it")
+			continue
 		}
+		cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$")
+		cmd.Env = append(os.Environ(), "HWCHECK_TEST_STAGE="+has)
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		want := map[string]string{"CapInh": none, "CapPrm": has, "CapEff": has, "CapAmb": none, "NoNewPrivs": "1"}
+		if os.Geteuid() == 0 {
+			want["CapBnd"] = has // root could regain capabilities from the bounding set
+		}
+		for name, value := range want {
+			if !strings.Contains(string(out), name+":\t"+value+"\n") {
+				t.Errorf("%s is not %s:\n%s", name, value, out)
+			}
+		}
+	}
+}
+
+func TestOnlyGettersRunWithSysAdmin(t *testing.T) {
+	if !callsOnlyGetters([]string{"-lib", "/x", "-getters", "/y"}) {
+		t.Error("the getters are refused")
+	}
+	for _, argv := range [][]string{
+		nil,
+		{"/x/" + conformance},
+		{"/x/" + conformance, "-lib", "/x"},
+		{"/x/" + conformance, "-lib", "/x", "-getters", ""},
+		{"/x/" + conformance, "-lib", "/x", "-getters", "/y", "-test.v"},
+		{"/x/" + plugin, "inventory"},
+		{"/bin/true", "-lib", "/x", "-getters", "/y"},
+	} {
+		if err := execWithSysAdmin(argv); err == nil || !strings.Contains(err.Error(), "not the getters") {
+			t.Errorf("%v was started: %v", argv, err)
+		}
+	}
+}
+
+func TestLaterGLIBCVersionIsFound(t *testing.T) {
+	for _, x := range []struct{ version, symbol, want string }{
+		{"", "GLIBC_2.2.5", "2.2.5"},
+		{"2.4", "GLIBC_2.34", "2.34"},
+		{"2.34", "GLIBC_2.4", "2.34"},
+		{"2.34", "GLIBC_2.34", "2.34"},
+		{"2.34", "GLIBC_PRIVATE", "2.34"},
+		{"2.34", "GCC_3.0", "2.34"},
+		{"", "CXXABI_1.3", ""},
+	} {
+		if got := laterGLIBC(x.version, x.symbol); got != x.want {
+			t.Errorf("%q and %q: %q, want %q", x.version, x.symbol, got, x.want)
+		}
+	}
+}
+
+func TestDifferentAnswersAreListed(t *testing.T) {
+	found := &facts.Getters{
+		Privileged:   facts.Answers{"a": {Value: "1"}, "b": {Value: "2"}},
+		Unprivileged: facts.Answers{"a": {Value: "1"}, "b": {Error: facts.NoPermission}},
+	}
+	want := []string{`b: "2" with CAP_SYS_ADMIN, "no permission" without`}
+	if got := differentAnswers(found); !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
+
+func TestInstanceNodesAreRecognized(t *testing.T) {
+	for node, want := range map[string]bool{
+		"nvidiactl": false, "nvidia0": false, "nvidia-caps/nvidia-cap1": false, "nvidia-caps/nvidia-cap2": false,
+		"nvidia-caps/nvidia-cap3": true, "nvidia-caps/nvidia-cap21": true,
+	} {
+		if instanceNode.MatchString(node) != want {
+			t.Errorf("%s: %t, want %t", node, !want, want)
+		}
+	}
+}
+
+// Each result of the CUDA program must get the verdict that it proves.
+func TestCUDAVerdicts(t *testing.T) {
+	given := offer{name: "gpu", uuid: "GPU-11"}
+	right := facts.CUDAResult{Step: "done", Devices: 1, UUID: "GPU-11", Correct: cudaValues}
+	none := facts.CUDAResult{Step: "cuInit", Error: cudaNoDevice}
+	other, wrong, two := right, right, right
+	other.UUID, wrong.Wrong, two.Devices = "GPU-22", 1, 2
+	for _, x := range []struct {
+		name          string
+		result        facts.CUDAResult
+		way           way
+		simulated     bool
+		with, without facts.Verdict
+	}{
+		{"it computes", right, byRunc, false, facts.Agreed, facts.Differed},
+		{"there is no GPU", none, byRunc, false, facts.Failed, facts.Agreed},
+		{"it is another GPU", other, byRunc, false, facts.Differed, facts.Differed},
+		{"a value is wrong", wrong, byRunc, false, facts.Differed, facts.Differed},
+		{"there is one GPU more", two, byRunc, false, facts.Differed, facts.Differed},
+		{"it computes in a chroot", right, inNamespace, false, facts.NotProven, facts.Differed},
+		{"there is no GPU in a chroot", none, inNamespace, false, facts.Failed, facts.NotProven},
+		{"it computes without a container", two, onTheMachine, false, facts.NotProven, facts.NotProven},
+		{"the library is simulated", none, byRunc, true, facts.NotProven, facts.NotProven},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			s := &visit{progress: io.Discard}
+			s.report.Driver = &facts.Driver{Simulated: x.simulated}
+			c := &containers{way: x.way}
+			s.judgeCUDA("with", c, given, x.result)
+			s.judgeNoCUDA("without", c, x.result)
+			if got := s.report.Checks; got[0].Verdict != x.with || got[1].Verdict != x.without {
+				t.Errorf("%+v, want %s and %s", got, x.with, x.without)
+			}
+		})
 	}
 }
 
@@ -165,7 +277,7 @@ func TestInvalidSpecsAreRefused(t *testing.T) {
 }
 
 func TestInvalidArgumentsAreRefused(t *testing.T) {
-	for _, args := range [][]string{{"--nonsense"}, {"argument"}} {
+	for _, args := range [][]string{{"--nonsense"}, {"argument"}, {"--scans=0"}} {
 		var out, errOut strings.Builder
 		if code := run(t.Context(), args, &out, &errOut); code != exitUsage || errOut.Len() == 0 {
 			t.Errorf("%v: %d, %s", args, code, errOut.String())

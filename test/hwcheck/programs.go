@@ -24,6 +24,7 @@ const (
 	runc        = "runc"
 	hook        = "nvidia-cdi-hook" // only runc runs it, as the CDI spec says
 	nvidiaSMI   = "nvidia-smi"      // installed on the machine
+	cudaCheck   = "cudacheck"       // our own CUDA program
 )
 
 // smiArguments are the permitted argument lists of nvidia-smi. None of them changes anything.
@@ -34,13 +35,15 @@ func checkPermitted(program string, args []string) error {
 	ok := false
 	switch program {
 	case plugin:
-		ok = len(args) > 0 && (args[0] == "inventory" || args[0] == "version" && len(args) == 1)
+		ok = len(args) > 0 && (args[0] == "inventory" || len(args) == 1 && (args[0] == "version" || args[0] == "watch"))
 	case conformance:
 		// With -lib, the conformance suite runs only the tests that read, whatever its other arguments
 		// are.
 		ok = len(args) > 1 && args[0] == "-lib" && args[1] != ""
 	case runc:
 		ok = slices.Contains(args, "run") != slices.Contains(args, "delete")
+	case cudaCheck:
+		ok = len(args) == 0
 	case nvidiaSMI:
 		ok = slices.ContainsFunc(smiArguments, func(known []string) bool { return slices.Equal(known, args) })
 	}
@@ -60,7 +63,7 @@ type programs struct {
 // unpack unpacks the programs to dir. The folder of hwcheck contains them compressed, to be small.
 func unpack(self, dir string) (programs, error) {
 	packed := filepath.Join(filepath.Dir(self), "programs")
-	for _, name := range []string{plugin, conformance, runc, hook} {
+	for _, name := range []string{plugin, conformance, runc, hook, cudaCheck} {
 		if err := unpackFile(filepath.Join(packed, name+".gz"), filepath.Join(dir, name)); err != nil {
 			return programs{}, fmt.Errorf("unpack %s (the folder of hwcheck must be complete): %w", name, err)
 		}
@@ -133,9 +136,19 @@ type command struct {
 func start(ctx context.Context, c command) outcome {
 	ctx, cancel := context.WithTimeoutCause(ctx, runLimit, fmt.Errorf("the program has not ended within %s", runLimit))
 	defer cancel()
-	cmd := exec.CommandContext(ctx, c.argv[0], c.argv[1:]...) //nolint:gosec // permitted before
+	cmd := c.build(ctx)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	err := cmd.Run()
+	if err != nil && ctx.Err() != nil {
+		err = errors.Join(err, context.Cause(ctx))
+	}
+	return outcome{stdout: stdout.String(), stderr: stderr.String(), err: err}
+}
+
+// build returns the process to start. It ends with ctx.
+func (c command) build(ctx context.Context) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, c.argv[0], c.argv[1:]...) //nolint:gosec // permitted before
 	cmd.Env = append([]string{
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C", "TMPDIR=" + os.TempDir(),
 	}, c.env...)
@@ -146,9 +159,5 @@ func start(ctx context.Context, c command) outcome {
 	if c.prep != nil {
 		c.prep(cmd)
 	}
-	err := cmd.Run()
-	if err != nil && ctx.Err() != nil {
-		err = errors.Join(err, context.Cause(ctx))
-	}
-	return outcome{stdout: stdout.String(), stderr: stderr.String(), err: err}
+	return cmd
 }

@@ -3,8 +3,10 @@ package main
 import (
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
@@ -51,6 +53,9 @@ func verdict(checks []facts.Check) int {
 func (s *visit) markdown() string {
 	b := &strings.Builder{}
 	fmt.Fprintf(b, "# Check of real hardware: %s\n\n%s\n\n", s.title(), promise)
+	if s.report.Driver != nil && s.report.Driver.Simulated {
+		fmt.Fprint(b, "**The driver is simulated. This report proves nothing about hardware.**\n\n")
+	}
 	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n",
 		s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
 		orNone(s.report.Machine.OS), s.report.Machine.Cgroups)
@@ -60,6 +65,8 @@ func (s *visit) markdown() string {
 	}
 	s.writeMachine(b)
 	s.writeGPUs(b)
+	s.writeLibraries(b)
+	s.writeGetters(b)
 	fmt.Fprint(b, "\n## What the programs printed\n")
 	for _, p := range s.shown {
 		fence := "```"
@@ -126,6 +133,39 @@ func (s *visit) writeGPUs(b *strings.Builder) {
 		}
 	}
 	fmt.Fprintln(b)
+}
+
+func (s *visit) writeLibraries(b *strings.Builder) {
+	if s.report.Libraries == nil {
+		return
+	}
+	fmt.Fprintf(b, "\n## C library\n\n%s is glibc %s.\n\n", orNone(s.report.Libraries.CLibrary), orNone(s.report.Libraries.GLIBC))
+	fmt.Fprint(b, "| file | needs glibc | needs the libraries |\n|---|---|---|\n")
+	for _, f := range s.report.Libraries.Files {
+		fmt.Fprintf(b, "| %s | %s | %s |\n", f.Name, orNone(f.GLIBC), orNone(strings.Join(f.Needed, ", ")))
+	}
+}
+
+// writeGetters writes the differences between the two processes, and the answers to the one with
+// more capabilities.
+func (s *visit) writeGetters(b *strings.Builder) {
+	if s.report.Getters == nil {
+		return
+	}
+	fmt.Fprint(b, "\n## NVML's getters\n")
+	answers, title := s.report.Getters.Privileged, "With CAP_SYS_ADMIN"
+	if answers == nil {
+		answers, title = s.report.Getters.Unprivileged, "Without capabilities"
+	} else {
+		fmt.Fprint(b, "\nDifferences without capabilities:\n\n")
+		for _, difference := range differentAnswers(s.report.Getters) {
+			fmt.Fprintf(b, "- %s\n", cell(difference))
+		}
+	}
+	fmt.Fprintf(b, "\n%s:\n\n| question | answer |\n|---|---|\n", title)
+	for _, question := range slices.Sorted(maps.Keys(answers)) {
+		fmt.Fprintf(b, "| %s | %s |\n", cell(question), cell(answers[question].String()))
+	}
 }
 
 func orNone(text string) string {

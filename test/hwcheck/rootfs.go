@@ -108,12 +108,16 @@ func (c *closure) copy(path string) error {
 		return nil
 	}
 	c.copied[path] = true
-	in, err := os.Open(path)
+	return copyFile(path, filepath.Join(c.root, path))
+}
+
+// copyFile copies a library or program, and creates the folders of the copy.
+func copyFile(from, to string) error {
+	in, err := os.Open(from)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = in.Close() }()
-	to := filepath.Join(c.root, path)
 	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil { //nolint:gosec // a container's folders
 		return err
 	}
