@@ -157,9 +157,10 @@ func (s *visit) writeGetters(b *strings.Builder) {
 	if answers == nil {
 		answers, title = s.report.Getters.Unprivileged, "Without capabilities"
 	} else {
-		fmt.Fprint(b, "\nDifferences without capabilities:\n\n")
-		for _, difference := range differentAnswers(s.report.Getters) {
-			fmt.Fprintf(b, "- %s\n", cell(difference))
+		differences := differentAnswers(s.report.Getters)
+		fmt.Fprintf(b, "\nWithout capabilities %d answers differ.\n\n", len(differences))
+		for _, difference := range differences {
+			fmt.Fprintf(b, "- %s\n", difference)
 		}
 	}
 	fmt.Fprintf(b, "\n%s:\n\n| question | answer |\n|---|---|\n", title)

@@ -290,7 +290,7 @@ func (s *visit) checkScans(ctx context.Context, w *watcherProcess) {
 	found.Scans = facts.Scans{Count: len(took), FirstMillis: took[0].Milliseconds()}
 	slices.Sort(took)
 	found.Scans.MedianMillis, found.Scans.LongestMillis = took[len(took)/2].Milliseconds(), took[len(took)-1].Milliseconds()
-	detail := fmt.Sprintf("%d scans of %d ms (longest %d ms) and %d polls: the watcher's descriptors %d, then %d, its memory %d KiB, then %d KiB",
+	detail := fmt.Sprintf("%d scans of %d ms (longest %d ms) and %d polls; the watcher has %d, then %d descriptors, and %d, then %d KiB",
 		len(took), found.Scans.MedianMillis, found.Scans.LongestMillis, found.Polls,
 		found.Start.Descriptors, found.End.Descriptors, found.Start.MemoryKiB, found.End.MemoryKiB)
 	switch {
