@@ -28,8 +28,6 @@ type baseSpec struct {
 	specs      *cdi.Store
 	reconciler *reconciler.Reconciler
 	paths      nvidia.Paths
-	// charDir is the host's /dev/char, or empty if the plugin makes no links there.
-	charDir string
 
 	files      string // the fingerprint of the device nodes at the last write
 	renumbered bool   // the CDI specs of prepared claims may have old device numbers
@@ -56,7 +54,7 @@ func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
 			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		}, true
 	}
-	if err := nvidia.LinkDeviceNodes(b.paths, s.Node, b.charDir); err != nil {
+	if err := b.paths.LinkDeviceNodes(s.Node); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to link device nodes by number; "+
 			"containers may lose their GPU when systemd reloads its units")
 	}

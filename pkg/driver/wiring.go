@@ -170,7 +170,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		observers: []nodeObserver{quiescer, devicePlugin, verdicts},
 	}
 	base := &baseSpec{
-		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling, paths: Paths(cfg), charDir: cfg.DevCharDir,
+		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling, paths: Paths(cfg),
 	}
 	host := &hostWatch{
 		checks: []nodeview.Check{

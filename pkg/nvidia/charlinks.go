@@ -8,17 +8,16 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
-	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
-// LinkDeviceNodes links dir, the host's /dev/char, to the device nodes of n by their numbers. When
+// LinkDeviceNodes links the host's /dev/char to the device nodes of n by their numbers. When
 // systemd reloads its units, it applies the device rules of all containers again, and drops a rule
 // without such a link. udev makes none, because NVIDIA's devices are not in sysfs. Source:
 // https://github.com/NVIDIA/nvidia-container-toolkit/issues/48.
-func LinkDeviceNodes(p Paths, n Node, dir string) error {
-	if dir == "" {
+func (p Paths) LinkDeviceNodes(n Node) error {
+	if p.CharDir == "" {
 		return nil
 	}
 	nodes := n.Common.DeviceNodes
@@ -28,30 +27,36 @@ func LinkDeviceNodes(p Paths, n Node, dir string) error {
 	var errs []error
 	visible := p.Mapper()
 	for _, node := range nodes {
-		errs = append(errs, linkDeviceNode(visible, node, dir))
+		host := node.HostPath
+		if host == "" {
+			host = node.Path
+		}
+		errs = append(errs, p.LinkDeviceNode(visible(host), host))
 	}
 	return errors.Join(errs...)
 }
 
-func linkDeviceNode(visible func(host string) string, n *specs.DeviceNode, dir string) error {
-	host := n.HostPath
-	if host == "" {
-		host = n.Path
+// LinkDeviceNode does the same for one device node, which this process sees at path and which is at
+// hostPath on the host.
+func (p Paths) LinkDeviceNode(path, hostPath string) error {
+	if p.CharDir == "" {
+		return nil
 	}
-	info, err := os.Stat(visible(host))
+	info, err := os.Stat(path)
 	if err != nil {
 		return fmt.Errorf("link the device node: %w", err)
 	}
 	number := hostfile.DeviceNumber(info)
-	link := filepath.Join(dir, fmt.Sprintf("%d:%d", unix.Major(number), unix.Minor(number)))
-	if _, err := os.Stat(link); err == nil {
+	link := filepath.Join(p.CharDir, fmt.Sprintf("%d:%d", unix.Major(number), unix.Minor(number)))
+	// This process may see no file at the link's target, which is a path on the host.
+	if target, err := os.Readlink(link); err == nil && target == hostPath || hostfile.Exists(link) {
 		return nil
 	}
 	// What is there leads nowhere, for example to a driver container that is gone.
 	if err := os.Remove(link); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("replace the link to the device node %s: %w", host, err)
+		return fmt.Errorf("replace the link to the device node %s: %w", hostPath, err)
 	}
-	if err := os.Symlink(host, link); err != nil && !errors.Is(err, fs.ErrExist) {
+	if err := os.Symlink(hostPath, link); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("link the device node: %w", err)
 	}
 	return nil

@@ -22,7 +22,7 @@ func TestDeviceNodesAreLinkedByNumber(t *testing.T) {
 	link := filepath.Join(links, "1:3")
 	leadsToNode := func(when string) {
 		t.Helper()
-		if err := LinkDeviceNodes(Paths{}, n, links); err != nil {
+		if err := (Paths{CharDir: links}).LinkDeviceNodes(n); err != nil {
 			t.Fatalf("%s: %v", when, err)
 		}
 		if target, err := os.Readlink(link); err != nil || target != node {
@@ -39,11 +39,23 @@ func TestDeviceNodesAreLinkedByNumber(t *testing.T) {
 	}
 	leadsToNode("instead of a broken link")
 
-	if err := LinkDeviceNodes(Paths{}, n, ""); err != nil {
+	// A link that leads to a path which only the host has must stay as it is.
+	before, err := os.Lstat(link)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := (Paths{CharDir: links}).LinkDeviceNode(node, node); err != nil {
+		t.Fatal(err)
+	}
+	if after, err := os.Lstat(link); err != nil || !os.SameFile(before, after) {
+		t.Errorf("a right link was replaced (%v)", err)
+	}
+
+	if err := (Paths{}).LinkDeviceNodes(n); err != nil {
 		t.Errorf("without a directory: %v", err)
 	}
 	n.GPUs[0].Edits.DeviceNodes[0].HostPath = filepath.Join(dev, "nvidia1")
-	if err := LinkDeviceNodes(Paths{}, n, links); err == nil {
+	if err := (Paths{CharDir: links}).LinkDeviceNodes(n); err == nil {
 		t.Error("a missing device node is no error")
 	}
 }

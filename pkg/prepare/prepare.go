@@ -54,6 +54,9 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 		return nil, err
 	}
 	defer locks.Release()
+	if locks.Waited {
+		snapshot = p.node.Hardware.Snapshot() // the node may have changed meanwhile
+	}
 	if err := checkReserved(c); err != nil {
 		return nil, err
 	}

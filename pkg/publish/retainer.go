@@ -86,11 +86,13 @@ type forms map[string]string
 func formsOf(all []resourceslice.Slice) forms {
 	sets := map[string]string{}
 	f := forms{}
-	for _, s := range all { // slices with counter sets come before those with devices
+	for _, s := range all {
 		for _, set := range s.SharedCounters {
 			raw, _ := json.Marshal(set) // fails for no value
 			sets[set.Name] = string(raw)
 		}
+	}
+	for _, s := range all { // the API server lists slices in any order
 		for _, d := range s.Devices {
 			f[d.Name] = ""
 			for _, c := range d.ConsumesCounters {
@@ -146,13 +148,14 @@ func (r *retainer) Retain(
 	for _, o := range offerings {
 		gpus[o.WholeName()] = o.GPU
 	}
-	newGPU := r.hasNewGPU(gpus)
+	newGPU, before := r.hasNewGPU(gpus), r.gpus
 	r.gpus = gpus
 	wanted, waiting := r.markRetained(offerings, counters, build, r.prepared)
 	// The API server may show what was published before, or already what was offered since.
 	changed := len(r.published.removedOrChanged(wanted, gpus)) > 0 || len(r.offered.removedOrChanged(wanted, gpus)) > 0
 	if changed || newGPU {
 		if err := r.readAllocations(ctx, wanted); err != nil {
+			r.gpus = before // a new GPU stays new until the claims were listed
 			return false, err
 		}
 		wanted, waiting = r.markRetained(offerings, counters, build, r.prepared, r.allocated)

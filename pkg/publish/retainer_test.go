@@ -391,3 +391,40 @@ func TestUnreadableRecordsRemoveNoDevice(t *testing.T) {
 		t.Error("the device was removed")
 	}
 }
+
+// The kubelet deletes a node's slices when it restarts. If the list of claims then fails once, the
+// next attempt must list them again, because a claim may have a device that was not yet prepared.
+func TestFailedListOfClaimsIsRepeatedForNewGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.claims[small] = "team/held"
+		n.slices = nil
+		n.restartPlugin(t, "static")
+		n.listErr = errors.New("timeout")
+		if _, _, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices); err == nil {
+			t.Fatal("a failed list of claims is no error")
+		}
+		n.listErr = nil
+		n.publish(t)
+		if _, published := n.publishedDevices()[small]; !published {
+			t.Error("the allocated device is not published")
+		}
+	})
+}
+
+// The API server lists slices in any order.
+func TestHeldDevicesSettleInAnyOrderOfSlices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newNode(t, "dynamic")
+		n.restartPlugin(t, "dynamic")
+		n.lists = 0
+		for range 20 {
+			slices.Reverse(n.slices)
+			n.publish(t)
+			<-time.After(2 * allocationPoll)
+		}
+		if n.lists > 1 {
+			t.Errorf("the claims were listed %d times, although nothing changed", n.lists)
+		}
+	})
+}

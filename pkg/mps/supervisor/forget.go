@@ -80,8 +80,10 @@ func survivors(run runRecord, of processSet) ([]int, error) {
 	if err != nil || len(pids) > 0 || run.PID == 0 {
 		return pids, err
 	}
-	started, err := startTime(of.proc, run.PID)
-	if err != nil || started != run.StartTime || !runsProgram(of.proc, run.PID) {
+	// A killed process that hangs in the NVIDIA driver has no executable file any more, and still
+	// holds the GPU. Only the state of a process says that it has ended.
+	fields, err := stat(of.proc, run.PID)
+	if err != nil || fields[statState] == "Z" || fields[statState] == "X" || fields[statStart] != fmt.Sprint(run.StartTime) {
 		return nil, nil //nolint:nilerr // a missing process is no survivor
 	}
 	return []int{run.PID}, nil

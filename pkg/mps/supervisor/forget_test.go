@@ -112,3 +112,23 @@ func TestForgetFailsWhileDaemonSurvives(t *testing.T) {
 		})
 	}
 }
+
+// A killed process that hangs in the NVIDIA driver has given up its memory, and with it the link to
+// its program and its environment. It still holds the GPU.
+func TestProcessWithoutMemorySurvives(t *testing.T) {
+	for state, survives := range map[string]bool{"S": true, "D": true, "Z": false, "X": false} {
+		t.Run(state, func(t *testing.T) {
+			proc := t.TempDir()
+			must(t, os.Mkdir(proc+"/42", 0o755))
+			fields := strings.Repeat(" 0", statStart-1)
+			must(t, os.WriteFile(proc+"/42/stat", []byte("42 (nvidia-cuda-mps) "+state+fields+" 1234 0\n"), 0o600))
+			left, err := survivors(runRecord{PID: 42, StartTime: 1234}, processSet{proc: proc})
+			if err != nil || (len(left) == 1) != survives {
+				t.Errorf("survivors are %v (%v), want one: %v", left, err, survives)
+			}
+			if left, err := survivors(runRecord{PID: 42, StartTime: 1}, processSet{proc: proc}); err != nil || len(left) > 0 {
+				t.Errorf("another process with the same PID survives: %v (%v)", left, err)
+			}
+		})
+	}
+}

@@ -255,19 +255,34 @@ func runsProgram(proc string, pid int) bool {
 	return err == nil
 }
 
-// startTime returns when a process was started, in clock ticks since boot.
-func startTime(proc string, pid int) (uint64, error) {
+// Positions in the result of stat. proc_pid_stat(5) counts from 1, and the first two fields are cut
+// off.
+const (
+	statState = 3 - 3
+	statStart = 22 - 3
+)
+
+// stat returns the fields of a process's stat file after the program's name.
+func stat(proc string, pid int) ([]string, error) {
 	data, err := os.ReadFile(procPath(proc, pid, "stat"))
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	// The second field is the program's name in parentheses. It may contain spaces and parentheses.
 	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	const start = 22 - 3 // proc_pid_stat(5) counts from 1, and the first two fields are cut off
-	if len(fields) <= start {
-		return 0, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
+	if len(fields) <= statStart {
+		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
 	}
-	return strconv.ParseUint(fields[start], 10, 64)
+	return fields, nil
+}
+
+// startTime returns when a process was started, in clock ticks since boot.
+func startTime(proc string, pid int) (uint64, error) {
+	fields, err := stat(proc, pid)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseUint(fields[statStart], 10, 64)
 }
 
 func procPath(proc string, pid int, file string) string {

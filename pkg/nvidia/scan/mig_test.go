@@ -2,6 +2,7 @@ package scan
 
 import (
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 
@@ -224,18 +225,19 @@ func TestMIGDeviceEditsHaveParentAndCapabilities(t *testing.T) {
 func TestCapabilityNodesHaveNumbers(t *testing.T) {
 	h := nvidiatest.NewHost(t)
 	h.File("proc/devices", "Character devices:\n195 nvidia\n234 nvidia-caps\n\nBlock devices:\n")
-	h.File("proc/driver/nvidia/capabilities/mig/config", "DeviceFileMinor: 1\nDeviceFileMode: 256\n")
 	h.File("proc/driver/nvidia/capabilities/mig/monitor", "DeviceFileMinor: 2\nDeviceFileMode: 292\n")
+	mode := os.FileMode(0o444)
 	node := func(minor int64) *specs.DeviceNode {
 		return &specs.DeviceNode{
-			Path: fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor), Type: "c", Major: 234, Minor: minor, Permissions: "rw",
+			Path: fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor), Type: "c", Major: 234, Minor: minor, FileMode: &mode,
+			Permissions: "rw",
 		}
 	}
 	got := CapabilityEdits(h.Paths())(specs.ContainerEdits{}, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
 	if diff := cmp.Diff([]*specs.DeviceNode{node(147), node(148)}, got.DeviceNodes); diff != "" {
 		t.Error(diff)
 	}
-	if diff := cmp.Diff([]*specs.DeviceNode{node(1), node(2)}, MonitorEdits(h.Paths()).DeviceNodes); diff != "" {
+	if diff := cmp.Diff([]*specs.DeviceNode{node(2)}, MonitorEdits(h.Paths()).DeviceNodes); diff != "" {
 		t.Error("for a monitoring container:", diff)
 	}
 	if n := MonitorEdits(nvidiatest.EmptyHost(t).Paths()).DeviceNodes; n != nil {

@@ -1,6 +1,7 @@
 package scan
 
 import (
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -43,19 +44,24 @@ func capabilityEdits(
 	return e
 }
 
-// MonitorEdits returns the capability device nodes with which a monitoring container sees all MIG
-// instances: config and monitor. There are none if the driver has no MIG capabilities.
-// Source: https://github.com/NVIDIA/nvidia-container-toolkit/issues/1740.
+// MonitorEdits returns the capability device node with which a monitoring container sees all MIG
+// instances. It has none if the driver has no MIG capabilities. The capability "config" is not
+// given: with it a container could destroy the instances of others. Sources:
+// https://github.com/NVIDIA/nvidia-container-toolkit/issues/1740, and the MIG guide on
+// capabilities.
 func MonitorEdits(p nvidia.Paths) specs.ContainerEdits {
 	p = p.WithDefaults()
-	var e specs.ContainerEdits
-	for _, name := range []string{"config", "monitor"} {
-		if minor, err := host.SystemMinor(p, name); err == nil {
-			e.DeviceNodes = append(e.DeviceNodes, capabilityNode(p, minor))
-		}
+	minor, err := host.MonitorMinor(p)
+	if err != nil {
+		return specs.ContainerEdits{}
 	}
-	return e
+	return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{capabilityNode(p, minor)}}
 }
+
+// capabilityMode is the mode that the driver asks for in the capability files of instances and of
+// monitoring. A runtime would otherwise create a device node that it does not find on the host as
+// writable for everyone.
+const capabilityMode os.FileMode = 0o444
 
 // capabilityNode describes a capability device node by its number, so that a container can have it
 // where the host does not. The number is current: a driver reload changes it and removes all
@@ -63,7 +69,8 @@ func MonitorEdits(p nvidia.Paths) specs.ContainerEdits {
 func capabilityNode(p nvidia.Paths, minor int) *specs.DeviceNode {
 	n := &specs.DeviceNode{Path: host.CapabilityNode(minor), Permissions: "rw"}
 	if major, err := host.CapabilityMajor(p); err == nil {
-		n.Type, n.Major, n.Minor = "c", int64(major), int64(minor)
+		mode := capabilityMode
+		n.Type, n.Major, n.Minor, n.FileMode = "c", int64(major), int64(minor), &mode
 		return n
 	}
 	root := p.DeviceRoot()

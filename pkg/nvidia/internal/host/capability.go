@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
@@ -35,10 +36,9 @@ func ComputeMinor(p nvidia.Paths, gpuMinor int, instance, compute uint32) (int, 
 	return c.minor, err
 }
 
-// SystemMinor returns the minor number of a capability that is not an instance's: config or
-// monitor.
-func SystemMinor(p nvidia.Paths, name string) (int, error) {
-	c, err := readCapability(filepath.Join(p.Proc, "driver", "nvidia", "capabilities", "mig", name))
+// MonitorMinor returns the minor number of the capability to monitor all MIG instances.
+func MonitorMinor(p nvidia.Paths) (int, error) {
+	c, err := readCapability(filepath.Join(p.Proc, "driver", "nvidia", "capabilities", "mig", "monitor"))
 	return c.minor, err
 }
 
@@ -104,9 +104,19 @@ func makeCapabilityNode(p nvidia.Paths, c capability) error {
 	root := p.DeviceRoot()
 	err = c.make(root, major)
 	if errors.Is(err, unix.EROFS) && root != "/" {
-		err = c.make("/", major)
+		root = "/"
+		err = c.make(root, major)
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	node := filepath.Join(root, CapabilityNode(c.minor))
+	if err := p.LinkDeviceNode(node, p.Host(node)); err != nil {
+		// Without the link a container loses the instance when systemd reloads its units. Without the
+		// instance it would not start.
+		klog.ErrorS(err, "Failed to link a capability device node by number")
+	}
+	return nil
 }
 
 func (c capability) make(root string, major uint32) error {
