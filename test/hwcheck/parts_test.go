@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -144,6 +145,35 @@ func TestInstanceNodesAreRecognized(t *testing.T) {
 		if instanceNode.MatchString(node) != want {
 			t.Errorf("%s: %t, want %t", node, !want, want)
 		}
+	}
+}
+
+// A GPU that does not answer is a failure, and one without events a difference. The watcher process
+// of this test sends no more, so nothing waits.
+func TestWatcherVerdicts(t *testing.T) {
+	for _, x := range []struct {
+		name     string
+		answered []string
+		events   bool
+		want     facts.Verdict
+	}{
+		{"all answer and deliver events", []string{"a", "b"}, true, facts.Agreed},
+		{"no events", []string{"a", "b"}, false, facts.Differed},
+		{"one does not answer", []string{"a"}, true, facts.Failed},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			s := &visit{progress: io.Discard}
+			s.report.Machine.PCI = []facts.PCIFunction{{Driver: "nvidia"}, {Driver: "vfio-pci"}, {Driver: "nvidia"}}
+			w := &watcherProcess{began: time.Now(), up: time.Now(), events: x.events, changed: make(chan struct{}), answered: map[string]bool{}}
+			close(w.changed)
+			for _, address := range x.answered {
+				w.answered[address] = true
+			}
+			usable := s.judgeAttach(t.Context(), x.name, w, &facts.Watcher{})
+			if got := s.report.Checks; usable != (x.want != facts.Failed) || len(got) != 1 || got[0].Verdict != x.want {
+				t.Errorf("usable %t, %+v, want %s", usable, got, x.want)
+			}
+		})
 	}
 }
 

@@ -24,7 +24,7 @@ import (
 const (
 	// attachLimit is how long the watcher may take until each GPU has answered. A GPU that no process
 	// has open takes seconds to open, one after another.
-	attachLimit = 90 * time.Second
+	attachLimit = time.Minute
 	// pollInterval is how often the watcher polls each GPU during this check. It is shorter than the
 	// plugin's interval, so that a leak per poll shows.
 	pollInterval = 250 * time.Millisecond
@@ -185,7 +185,8 @@ func (w *watcherProcess) isAttached(gpus int) bool {
 	return !w.up.IsZero() && w.events && len(w.answered) >= gpus
 }
 
-// judgeAttach waits until each GPU has answered, and adds the times to the report.
+// judgeAttach waits until each GPU has answered and delivers events, and adds the times to the
+// report. It reports whether each GPU has answered.
 func (s *visit) judgeAttach(ctx context.Context, name string, w *watcherProcess, found *facts.Watcher) bool {
 	gpus := 0
 	for _, f := range s.report.Machine.PCI {
@@ -206,14 +207,14 @@ func (s *visit) judgeAttach(ctx context.Context, name string, w *watcherProcess,
 		}
 	}
 	answer := time.Since(w.began)
-	attached := w.isAttached(gpus)
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	answered := !w.up.IsZero() && len(w.answered) >= gpus
 	found.Events = w.events
 	if !w.up.IsZero() {
 		found.AttachMillis = w.up.Sub(w.began).Milliseconds()
 	}
-	if !attached {
+	if !answered {
 		var silent []string
 		for _, address := range slices.Sorted(maps.Keys(w.silent)) {
 			silent = append(silent, address+" "+w.silent[address])
@@ -221,6 +222,10 @@ func (s *visit) judgeAttach(ctx context.Context, name string, w *watcherProcess,
 		s.add(name, facts.Failed, "%d of %d GPUs answered within %s, events %t %s %s",
 			len(w.answered), gpus, answer.Round(time.Second), w.events, w.trouble, strings.Join(silent, "; "))
 		return false
+	}
+	if !w.events {
+		s.add(name, facts.Differed, "every GPU answers, but within %s not every GPU delivers events: %s", answer.Round(time.Second), w.trouble)
+		return true
 	}
 	found.AnswerMillis = answer.Milliseconds()
 	s.add(name, facts.Agreed, "NVML after %d ms, every GPU and its events after %d ms", found.AttachMillis, found.AnswerMillis)

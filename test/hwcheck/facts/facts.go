@@ -172,7 +172,7 @@ type LibraryFile struct {
 // Watcher has what was measured of the plugin's watcher process, and of scans while it ran.
 type Watcher struct {
 	// AttachMillis is the time from the start of the process until it had NVML, and AnswerMillis until
-	// each GPU had answered.
+	// each GPU had answered and delivered events. AnswerMillis is 0 if that did not happen.
 	AttachMillis int64 `json:"attachMillis"`
 	AnswerMillis int64 `json:"answerMillis"`
 	EndMillis    int64 `json:"endMillis"`
