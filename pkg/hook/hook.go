@@ -9,6 +9,7 @@ package hook
 
 import (
 	"crypto/rand"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -17,7 +18,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
@@ -151,13 +151,15 @@ func copyPrefix(target string) string {
 	return filepath.Join(filepath.Dir(target), "."+filepath.Base(target)+".tmp-")
 }
 
-func digestOf(path string) (digest.Digest, error) {
+func digestOf(path string) (sum [sha256.Size]byte, err error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return "", err
+		return sum, err
 	}
 	defer func() { _ = f.Close() }()
-	return digest.FromReader(f)
+	h := sha256.New()
+	_, err = io.Copy(h, f)
+	return [sha256.Size]byte(h.Sum(nil)), err
 }
 
 // replace copies the source next to the target and renames the copy to target. So a half-written

@@ -21,6 +21,7 @@
 package statefile
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
@@ -116,6 +117,9 @@ func (f Format) Write(disk durable.FS, path string, v any) error {
 func (f Format) decode(path string, raw []byte, v any) error {
 	unreadable := func(format string, args ...any) error {
 		return &UnreadableError{Path: path, Reason: fmt.Sprintf(format, args...)}
+	}
+	if len(bytes.TrimSpace(raw)) == 0 {
+		return unreadable("it is empty")
 	}
 	// Read minReader before everything else, whose form a later version may have changed.
 	var asks struct {

@@ -231,7 +231,8 @@ func (l *Loop) clear(ctx context.Context, request string) {
 	}
 	klog.FromContext(ctx).Info("Ignored unknown GPUs in a request to clear health problems", "annotation", clearAnnotation, "names", unknown)
 	l.opts.Reporter.NotCleared(fmt.Sprintf(
-		"annotation %s names GPUs that this node does not have: %s; use PCI addresses, device names or UUIDs", clearAnnotation, strings.Join(unknown, ", ")))
+		"annotation %s names GPUs that this node does not have: %s; use PCI addresses, device names or UUIDs",
+		clearAnnotation, strings.Join(unknown, ", ")))
 }
 
 // apply applies the signal s and those that are queued, so that a burst of signals is one change.

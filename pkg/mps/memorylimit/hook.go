@@ -18,7 +18,6 @@
 // It loads NVML on the host, which a static program cannot. It looks for the GPU among all cards,
 // so a lost card blocks containers of others. It reads a variable that any Pod could set, and sets
 // the soft limit to the hard one.
-
 package memorylimit
 
 import (

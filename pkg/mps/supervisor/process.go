@@ -255,11 +255,10 @@ func runsProgram(proc string, pid int) bool {
 	return err == nil
 }
 
-// Positions in the result of stat. proc_pid_stat(5) counts from 1, and the first two fields are cut
-// off.
+// Positions in the result of stat. In proc_pid_stat(5) they are fields 3 and 22.
 const (
-	statState = 3 - 3
-	statStart = 22 - 3
+	statState = 0
+	statStart = 19
 )
 
 // stat returns the fields of a process's stat file after the program's name.
