@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -45,6 +46,7 @@ type statusFixture struct {
 
 // heldClaims is a list of prepared claims. Each of them has all the devices.
 type heldClaims struct {
+	mu      sync.Mutex
 	claims  []kubeletplugin.NamespacedObject
 	devices []ledger.PreparedDevice
 	err     error // of the next look-up of devices
@@ -53,9 +55,18 @@ type heldClaims struct {
 func (h *heldClaims) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) { return h.claims, nil }
 
 func (h *heldClaims) PreparedDevices(types.UID) ([]ledger.PreparedDevice, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	err := h.err
 	h.err = nil
-	return h.devices, err
+	return slices.Clone(h.devices), err
+}
+
+// change changes the claims while the Reporter runs.
+func (h *heldClaims) change(edit func(h *heldClaims)) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	edit(h)
 }
 
 // noEvents drops all Events.
@@ -226,7 +237,7 @@ func TestStatusIsNotWrittenIfUpToDate(t *testing.T) {
 		}
 		// A partition that was created again has a new UUID, so the status must be written again. Its
 		// condition must keep its time.
-		w.claims.devices[1].MIGUUID = "MIG-2"
+		w.claims.change(func(h *heldClaims) { h.devices[1].MIGUUID = "MIG-2" })
 		w.status.Changed(t.Context(), claimObject("1"))
 		w.advance(writeDelay)
 		for i, e := range w.claim().Status.Devices {
@@ -298,13 +309,13 @@ func TestStatusWriteIsRetriedForAWhile(t *testing.T) {
 
 func TestStatusWriteIsRetriedIfRecordIsUnreadable(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
-		w.claims.err = errors.New("input/output error")
+		w.claims.change(func(h *heldClaims) { h.err = errors.New("input/output error") })
 		w.status.Prepared(w.claim())
 		w.advance(time.Second)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})
 	withStatusFixture(t, func(w *statusFixture) {
-		w.claims.devices = nil
+		w.claims.change(func(h *heldClaims) { h.devices = nil })
 		w.status.Prepared(w.claim())
 		w.advance(time.Second)
 		w.expect(nic)
@@ -369,7 +380,9 @@ func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
 			}
 		}, nic)
 	})
-	t.Run("released", func(t *testing.T) { gone(t, func(w *statusFixture) { w.claims.devices = nil }, nic) })
+	t.Run("released", func(t *testing.T) {
+		gone(t, func(w *statusFixture) { w.claims.change(func(h *heldClaims) { h.devices = nil }) }, nic)
+	})
 }
 
 func TestStatusNeverBlocks(t *testing.T) {

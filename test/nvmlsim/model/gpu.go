@@ -163,7 +163,11 @@ func ReadGPU(path string) (*GPU, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read GPU model: %w", err)
 	}
-	return ParseGPU(strings.TrimSuffix(filepath.Base(path), ".yaml"), data)
+	gpu, err := ParseGPU(strings.TrimSuffix(filepath.Base(path), ".yaml"), data)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return gpu, nil
 }
 
 // ParseGPU parses the content of a model file. key is the file's name without .yaml.
