@@ -385,6 +385,19 @@ func TestStatusOfDeletedClaimIsDropped(t *testing.T) {
 	})
 }
 
+func TestFirstStatusWriteDoesNotReadClaim(t *testing.T) {
+	withStatusFixture(t, func(w *statusFixture) {
+		c := w.claim()
+		w.client.ClearActions()
+		w.status.Prepared(c)
+		w.status.Prepared(c)
+		w.advance(writeDelay)
+		if actions := w.client.Actions(); len(actions) != 1 || w.writes != 1 {
+			t.Errorf("%v", actions)
+		}
+	})
+}
+
 func TestStatusNeverBlocks(t *testing.T) {
 	withStatusFixture(t, func(w *statusFixture) {
 		hang := make(chan struct{})

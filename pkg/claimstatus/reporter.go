@@ -52,7 +52,10 @@ type Reporter struct {
 	// queue has the claims whose status may be out of date.
 	queue workqueue.TypedRateLimitingInterface[kubeletplugin.NamespacedObject]
 
-	mu      sync.Mutex
+	mu sync.Mutex
+	// read has this driver's entries in claims that Prepare has just read, so that the first write of
+	// a status does not read the claim again. A large cluster prepares many claims at once.
+	read    map[types.UID][]resourceapi.AllocatedDeviceStatus
 	changed chan struct{} // closed when a claim loses a device or has it again
 	// lost has the devices that prepared claims have lost, each with a message for the claim's users.
 	lost map[lostDevice]string
@@ -71,13 +74,18 @@ func New(client kubernetes.Interface, events Events, failed func(cause string)) 
 	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[kubeletplugin.NamespacedObject](minPause, maxPause)
 	return &Reporter{
 		client: client, events: events, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
-		changed: make(chan struct{}), lost: map[lostDevice]string{},
+		changed: make(chan struct{}), lost: map[lostDevice]string{}, read: map[types.UID][]resourceapi.AllocatedDeviceStatus{},
 	}
 }
 
 // Prepared says that the claim has all its devices. It forgets devices that the claim had lost.
 func (r *Reporter) Prepared(c *resourceapi.ResourceClaim) {
 	r.ForgetLost(c.UID)
+	if r.client != nil {
+		r.mu.Lock()
+		r.read[c.UID] = ownEntries(c)
+		r.mu.Unlock()
+	}
 	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
 	r.enqueue(kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.UID})
 }
@@ -93,6 +101,7 @@ func (r *Reporter) ForgetLost(claim types.UID) {
 	if r.ended != nil {
 		r.ended[claim] = true
 	}
+	delete(r.read, claim)
 	for key := range r.lost {
 		if key.claim.UID == claim {
 			delete(r.lost, key)

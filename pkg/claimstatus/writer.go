@@ -9,6 +9,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
@@ -80,16 +81,19 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	api := r.client.ResourceV1().ResourceClaims(c.Namespace)
-	claim, err := api.Get(ctx, c.Name, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-		return nil
-	case err != nil:
-		return fmt.Errorf("read the claim: %w", err)
-	case claim.UID != c.UID || claim.Status.Allocation == nil:
-		return nil
+	current, known := r.takeRead(c.UID)
+	if !known {
+		claim, err := api.Get(ctx, c.Name, metav1.GetOptions{})
+		switch {
+		case apierrors.IsNotFound(err):
+			return nil
+		case err != nil:
+			return fmt.Errorf("read the claim: %w", err)
+		case claim.UID != c.UID || claim.Status.Allocation == nil:
+			return nil
+		}
+		current = ownEntries(claim)
 	}
-	current := slices.DeleteFunc(claim.Status.Devices, func(e resourceapi.AllocatedDeviceStatus) bool { return e.Driver != device.DriverName })
 	entries, changed, err := updateEntries(current, devices, r.lostBy(c.UID), metav1.Now())
 	if err != nil || !changed {
 		return err
@@ -106,6 +110,23 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 		return fmt.Errorf("apply status.devices: %w", err)
 	}
 	return nil
+}
+
+// takeRead returns this driver's entries in the claim if Prepare has just read them. Only the first
+// write gets them, because later they may be out of date.
+func (r *Reporter) takeRead(claim types.UID) (current []resourceapi.AllocatedDeviceStatus, known bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	current, known = r.read[claim]
+	delete(r.read, claim)
+	return current, known
+}
+
+// ownEntries returns this driver's entries in the claim's status.
+func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
+	return slices.DeleteFunc(slices.Clone(c.Status.Devices), func(e resourceapi.AllocatedDeviceStatus) bool {
+		return e.Driver != device.DriverName
+	})
 }
 
 // errorCause returns the label of the error in the metric of failed status writes.
