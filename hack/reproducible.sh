@@ -23,7 +23,7 @@ done | tar --null --files-from=- -cf - | tar -xf - -C "$elsewhere"
 make --no-print-directory -C "$elsewhere" VERSION="$version" build
 
 differs=0
-for program in gpu-kubelet-plugin gpu-mps nvidia-cdi-hook; do
+for program in gpu-kubelet-plugin gpu-mps kubectl-gpu nvidia-cdi-hook; do
     first=$(sha256sum <"$bin/$program") second=$(sha256sum <"$elsewhere/build/bin/$program")
     if [ "$first" = "$second" ]; then
         echo "$program: ${first%% *}, the same in both folders"

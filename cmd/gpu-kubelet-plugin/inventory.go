@@ -36,7 +36,7 @@ var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of 
 // If the node has an NVIDIA GPU and the plugin would publish none, it returns errOffersNothing.
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	format := ""
-	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.Environ(), func(f *pflag.FlagSet) {
+	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.LookupEnv, func(f *pflag.FlagSet) {
 		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the "+
 			"CDI specs that containers would get")
 	})

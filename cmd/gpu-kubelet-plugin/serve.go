@@ -34,7 +34,7 @@ const writeProbe = "." + driver.DriverName + ".writable"
 // the configuration or a directory is wrong. If the NVIDIA driver is missing, it waits for the
 // driver.
 func serve(ctx context.Context, args []string, _ io.Writer) error {
-	cfg, err := config.Load("gpu-kubelet-plugin", args, os.Environ(), nil)
+	cfg, err := config.Load("gpu-kubelet-plugin", args, os.LookupEnv, nil)
 	if err != nil {
 		return asUsage(err)
 	}
@@ -82,7 +82,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	defer partitions.Close()
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: client, StatusClient: statusClient, Hardware: driver.NewHardware(cfg, executable),
-		Partitions: partitions, Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
+		Partitions: partitions, StopWorkers: partitions.StopWorkers, Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
 	})
 	if err != nil {
 		return err

@@ -18,7 +18,7 @@ import (
 func runUninstall(ctx context.Context, args []string, _ io.Writer) error {
 	var force bool
 	var timeout time.Duration
-	cfg, err := config.Load("gpu-kubelet-plugin uninstall", args, os.Environ(), func(flags *pflag.FlagSet) {
+	cfg, err := config.Load("gpu-kubelet-plugin uninstall", args, os.LookupEnv, func(flags *pflag.FlagSet) {
 		flags.BoolVar(&force, "force", false, "continue although claims hold devices; files that their Pods need stay on the nodes")
 		flags.DurationVar(&timeout, "timeout", 5*time.Minute, "how long to wait for the plugin's Pods to finish")
 	})

@@ -181,7 +181,7 @@ func TestFilesForNewerReaderAreRefusedAndKept(t *testing.T) {
 			t.Errorf("%s was changed: %s, %v", file, got, err)
 		}
 	}
-	entries, err := s.ListForGPUs(gpu0)
+	entries, err := s.List()
 	if err != nil || !holds(entries[0], gpu0) {
 		t.Errorf("it no longer blocks its GPU: %v, %v", entries, err)
 	}

@@ -79,24 +79,9 @@ type Entry struct {
 // Devices is empty, and only the record itself lists the devices.
 func (e Entry) Inexact() bool { return e.overflow }
 
-// List returns an entry for each record, from the file names alone. It ignores files that are not
-// records.
+// List returns an entry for each record, from the file names alone and sorted by them. It ignores
+// files that are not records.
 func (s *Store) List() ([]Entry, error) {
-	return s.list(func(Entry) bool { return true })
-}
-
-// ListForGPUs lists the records of claims that may have a device on one of these GPUs, by the
-// records' file names.
-func (s *Store) ListForGPUs(gpus ...string) ([]Entry, error) {
-	return s.list(func(e Entry) bool {
-		return e.Inexact() || slices.ContainsFunc(e.Devices, func(device string) bool {
-			return slices.ContainsFunc(gpus, func(gpu string) bool { return strings.HasPrefix(device, gpu) })
-		})
-	})
-}
-
-// list returns the wanted entries, sorted by their file names.
-func (s *Store) list(wanted func(Entry) bool) ([]Entry, error) {
 	names, err := s.disk.ReadDir(s.claims)
 	if err != nil {
 		return nil, fmt.Errorf("list the records: %w", err)
@@ -104,16 +89,17 @@ func (s *Store) list(wanted func(Entry) bool) ([]Entry, error) {
 	slices.Sort(names)
 	var entries []Entry
 	for _, name := range names {
-		if e, ok := parseFileName(name); ok && wanted(e) {
+		if e, ok := parseFileName(name); ok {
 			entries = append(entries, e)
 		}
 	}
 	return entries, nil
 }
 
-// isOf selects the records of one claim.
-func isOf(uid types.UID) func(Entry) bool {
-	return func(e Entry) bool { return e.ClaimUID == uid }
+// listClaim lists the records of one claim.
+func (s *Store) listClaim(uid types.UID) ([]Entry, error) {
+	entries, err := s.List()
+	return slices.DeleteFunc(entries, func(e Entry) bool { return e.ClaimUID != uid }), err
 }
 
 func parseFileName(name string) (Entry, bool) {
@@ -168,7 +154,7 @@ func (s *Store) SyncDirs(holders bool) error {
 // Two records of one claim are unreadable. But if one of them is a NewerError or cannot be read
 // now, Load returns that error: only unreadable records may be quarantined.
 func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
-	entries, err := s.list(isOf(uid))
+	entries, err := s.listClaim(uid)
 	if err != nil {
 		return Record{}, false, err
 	}
@@ -195,7 +181,7 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 
 // Remove deletes a claim's record. It is no error if there is none.
 func (s *Store) Remove(uid types.UID) error {
-	entries, err := s.list(isOf(uid))
+	entries, err := s.listClaim(uid)
 	if err != nil {
 		return err
 	}
@@ -217,7 +203,7 @@ func (s *Store) Remove(uid types.UID) error {
 // Quarantine moves a claim's unreadable record to the quarantine directory. There it blocks no
 // device, and an admin can inspect it. Quarantine returns the new path of each moved file.
 func (s *Store) Quarantine(uid types.UID, now time.Time) (places []string, err error) {
-	entries, err := s.list(isOf(uid))
+	entries, err := s.listClaim(uid)
 	if err != nil {
 		return nil, err
 	}

@@ -42,21 +42,6 @@ type Claims interface {
 	UnprepareOrphan(ctx context.Context, uid types.UID, confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error)
 }
 
-// Containers lists the Pods, as namespace/name, whose running containers have devices of a claim.
-type Containers interface {
-	UsersOf(ctx context.Context, claim types.UID) ([]string, error)
-}
-
-// Hardware says whether the plugin may access the GPUs. The caller calls done after the access.
-type Hardware interface {
-	Use() (done func(), ok bool)
-}
-
-// Reconciler is woken after a release, because it may have waited for the claim's devices.
-type Reconciler interface {
-	Wake()
-}
-
 // Reports tells admins about released claims, and about claims whose devices were kept.
 type Reports interface {
 	Repaired(r prepare.Repair)
@@ -77,11 +62,14 @@ type Options struct {
 	// collects orphaned claims, and this one does not.
 	NewerLeads func() bool
 
-	Claims     Claims
-	Containers Containers
-	Hardware   Hardware
-	Reconciler Reconciler
-	Reports    Reports
+	Claims Claims
+	// UsersOf returns the Pods, as namespace/name, whose running containers have devices of a claim.
+	UsersOf func(ctx context.Context, claim types.UID) ([]string, error)
+	// Use says whether the plugin may access the GPUs. The caller calls done after the access.
+	Use func() (done func(), ok bool)
+	// Wake wakes reconciliation after a release, because it may have waited for the claim's devices.
+	Wake    func()
+	Reports Reports
 }
 
 // Collector releases the devices of orphaned claims.
@@ -197,7 +185,7 @@ func (e *keptError) Error() string { return e.reason }
 
 func (g *Collector) release(ctx context.Context, c kubeletplugin.NamespacedObject, why string) bool {
 	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
-	finished, ok := g.opts.Hardware.Use()
+	finished, ok := g.opts.Use()
 	defer finished()
 	if !ok {
 		return false
@@ -234,7 +222,7 @@ func (g *Collector) release(ctx context.Context, c kubeletplugin.NamespacedObjec
 // checkUnused returns an error unless the container runtime confirms that no running container has
 // devices of the claim. Otherwise the next claim could get devices that a container still uses.
 func (g *Collector) checkUnused(ctx context.Context, uid types.UID) error {
-	users, err := g.opts.Containers.UsersOf(ctx, uid)
+	users, err := g.opts.UsersOf(ctx, uid)
 	switch {
 	case err != nil:
 		return &keptError{fmt.Sprintf(
@@ -262,7 +250,7 @@ func (g *Collector) lookup(ctx context.Context, name types.NamespacedName, lates
 }
 
 func (g *Collector) reportReleased(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
-	g.opts.Reconciler.Wake()
+	g.opts.Wake()
 	klog.FromContext(ctx).Info("Released orphaned claim", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
 	g.opts.Reports.Repaired(prepare.Repair{
 		Kind: "abandoned-claim", What: "Released the devices of an orphaned claim (" + why + ")",

@@ -126,7 +126,7 @@ func (l *gcFixture) run(t *testing.T, idle bool, how time.Duration) {
 	defer cancel()
 	claimgc.New(claimgc.Options{
 		Grace: 5 * time.Minute, NewerLeads: func() bool { return idle }, Client: l.apiServer(),
-		Claims: l, Containers: l, Hardware: l, Reconciler: l, Reports: l,
+		Claims: l, UsersOf: l.UsersOf, Use: l.Use, Wake: l.Wake, Reports: l,
 	}).Run(ctx)
 }
 

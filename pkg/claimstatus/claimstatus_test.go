@@ -70,9 +70,7 @@ func (h *heldClaims) change(edit func(h *heldClaims)) {
 }
 
 // noEvents drops all Events.
-type noEvents struct{}
-
-func (noEvents) WarnClaim(kubeletplugin.NamespacedObject, string, string) {}
+func noEvents(kubeletplugin.NamespacedObject, string, string) {}
 
 // withStatusFixture runs the test in simulated time. The claim's status already has an entry of
 // another driver.
@@ -80,7 +78,7 @@ func withStatusFixture(t *testing.T, test func(w *statusFixture)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		w := &statusFixture{T: t, client: fake.NewClientset(allocatedClaim("1")), claims: &heldClaims{devices: bothDevices()}}
-		w.status = New(w.client, noEvents{}, func(cause string) { w.causes = append(w.causes, cause) })
+		w.status = New(w.client, noEvents, func(cause string) { w.causes = append(w.causes, cause) })
 		w.react("patch", func(clienttesting.Action) (bool, runtime.Object, error) {
 			w.writes++
 			return false, nil, nil
@@ -332,7 +330,7 @@ func TestStartWritesStatusOfPreparedClaims(t *testing.T) {
 		w.claims = &heldClaims{claims: []kubeletplugin.NamespacedObject{claimObject("1")}, devices: bothDevices()}
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		go New(w.client, noEvents{}, nil).Run(ctx, w.claims)
+		go New(w.client, noEvents, nil).Run(ctx, w.claims)
 		w.advance(writeDelay)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})

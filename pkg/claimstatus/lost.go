@@ -48,7 +48,7 @@ func (r *Reporter) EndComparison(_ context.Context, err error) {
 		lost[d] = l.Error()
 		if r.lost[d] != lost[d] {
 			r.enqueue(claim)
-			r.events.WarnClaim(claim, "DeviceLost", lost[d])
+			r.warn(claim, "DeviceLost", lost[d])
 			r.notify()
 		}
 	}

@@ -35,11 +35,6 @@ type Claims interface {
 	PreparedDevices(claim types.UID) ([]ledger.PreparedDevice, error)
 }
 
-// Events writes warnings on claims. It must not block.
-type Events interface {
-	WarnClaim(claim kubeletplugin.NamespacedObject, reason, message string)
-}
-
 // writeDelay is the pause between a kubelet call and the status write. A node that gets eight Pods
 // at once needs its CPU for the kubelet's calls first.
 const writeDelay = 250 * time.Millisecond
@@ -47,14 +42,14 @@ const writeDelay = 250 * time.Millisecond
 // Reporter reports the devices of prepared claims.
 type Reporter struct {
 	client    kubernetes.Interface // nil if statuses are not written
-	events    Events
+	warn      func(claim kubeletplugin.NamespacedObject, reason, message string)
 	onFailure func(cause string)
 	// queue has the claims whose status may be out of date.
 	queue workqueue.TypedRateLimitingInterface[kubeletplugin.NamespacedObject]
 
 	mu sync.Mutex
-	// read has this driver's entries in claims that Prepare has just read, so that the first write of
-	// a status does not read the claim again. A large cluster prepares many claims at once.
+	// read has the statuses of claims that Prepare has just read, so that the first write of a status
+	// does not read the claim again. A large cluster prepares many claims at once.
 	read    map[types.UID][]resourceapi.AllocatedDeviceStatus
 	changed chan struct{} // closed when a claim loses a device or has it again
 	// lost has the devices that prepared claims have lost, each with a message for the claim's users.
@@ -68,12 +63,15 @@ type Reporter struct {
 }
 
 // New returns a Reporter. If client is nil, the Reporter writes no statuses. The client must not be
-// the one that Prepare uses, because bursts of status writes would use up its request rate. failed
-// is called with a cause after each failed write, and must not block.
-func New(client kubernetes.Interface, events Events, failed func(cause string)) *Reporter {
+// the one that Prepare uses, because bursts of status writes would use up its request rate. warn
+// writes a warning on a claim. failed is called with a cause after each failed write. Both must not
+// block.
+func New(
+	client kubernetes.Interface, warn func(claim kubeletplugin.NamespacedObject, reason, message string), failed func(cause string),
+) *Reporter {
 	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[kubeletplugin.NamespacedObject](minPause, maxPause)
 	return &Reporter{
-		client: client, events: events, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
+		client: client, warn: warn, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
 		changed: make(chan struct{}), lost: map[lostDevice]string{}, read: map[types.UID][]resourceapi.AllocatedDeviceStatus{},
 	}
 }
@@ -83,7 +81,7 @@ func (r *Reporter) Prepared(c *resourceapi.ResourceClaim) {
 	r.ForgetLost(c.UID)
 	if r.client != nil {
 		r.mu.Lock()
-		r.read[c.UID] = ownEntries(c)
+		r.read[c.UID] = c.Status.Devices
 		r.mu.Unlock()
 	}
 	name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}

@@ -92,9 +92,9 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 		case claim.UID != c.UID || claim.Status.Allocation == nil:
 			return nil
 		}
-		current = ownEntries(claim)
+		current = claim.Status.Devices
 	}
-	entries, changed, err := updateEntries(current, devices, r.lostBy(c.UID), metav1.Now())
+	entries, changed, err := updateEntries(ownEntries(current), devices, r.lostBy(c.UID), metav1.Now())
 	if err != nil || !changed {
 		return err
 	}
@@ -112,8 +112,8 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 	return nil
 }
 
-// takeRead returns this driver's entries in the claim if Prepare has just read them. Only the first
-// write gets them, because later they may be out of date.
+// takeRead returns the claim's status.devices if Prepare has just read it. Only the first write
+// gets it, because later it may be out of date.
 func (r *Reporter) takeRead(claim types.UID) (current []resourceapi.AllocatedDeviceStatus, known bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -122,9 +122,9 @@ func (r *Reporter) takeRead(claim types.UID) (current []resourceapi.AllocatedDev
 	return current, known
 }
 
-// ownEntries returns this driver's entries in the claim's status.
-func ownEntries(c *resourceapi.ResourceClaim) []resourceapi.AllocatedDeviceStatus {
-	return slices.DeleteFunc(slices.Clone(c.Status.Devices), func(e resourceapi.AllocatedDeviceStatus) bool {
+// ownEntries returns this driver's entries in a claim's status.devices.
+func ownEntries(all []resourceapi.AllocatedDeviceStatus) []resourceapi.AllocatedDeviceStatus {
+	return slices.DeleteFunc(slices.Clone(all), func(e resourceapi.AllocatedDeviceStatus) bool {
 		return e.Driver != device.DriverName
 	})
 }

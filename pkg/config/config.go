@@ -66,22 +66,18 @@ func (c *Config) Validate() error {
 			wrong("node-name", "%q is not a valid node name: %s", c.NodeName, msg)
 		}
 	}
-	for flag, path := range map[string]string{
-		"plugin-dir": c.PluginDir, "registrar-dir": c.RegistrarDir, "cdi-root": c.CDIRoot,
-		"driver-root": c.DriverRoot, "driver-root-mount": c.DriverRootMount,
-		"sysfs-root": c.SysfsRoot, "proc-root": c.ProcRoot,
-		"hook-source": c.HookSource, "hook-path": c.HookPath, "mps-hook-source": c.MPSHookSource, "shm-root": c.ShmRoot,
+	// Host and plugin see these directories at the same path, and / would be all of the host.
+	for flag, dir := range map[string]string{
+		"plugin-dir": c.PluginDir, "shm-root": c.ShmRoot, "hook-path": filepath.Dir(c.HookPath),
 	} {
-		if !filepath.IsAbs(path) {
-			wrong(flag, "%q is not an absolute path", path)
+		if filepath.Clean(dir) == "/" {
+			wrong(flag, "the directory / cannot be mounted for it: use a directory below /")
 		}
 	}
-	for flag, path := range map[string]string{
-		"dev-root": c.DevRoot, "ldconfig-path": c.LdconfigPath, "dev-char-dir": c.DevCharDir,
-		"cgroup-root": c.CgroupRoot, "cri-socket": c.CRISocket, "kubeconfig": c.Kubeconfig,
-	} {
-		if path != "" && !filepath.IsAbs(path) {
-			wrong(flag, "%q is not an absolute path", path)
+	for _, f := range c.Fields() {
+		path := f.Value.String()
+		if f.isPath && !filepath.IsAbs(path) && (path != "" || !f.mayBeEmpty) {
+			wrong(f.Name, "%q is not an absolute path", path)
 		}
 	}
 	for _, dir := range c.ExtraDriverDirs() {

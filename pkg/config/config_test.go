@@ -16,10 +16,18 @@ func write(t *testing.T, content string) string {
 	return path
 }
 
+// environment replaces the environment of the process.
+type environment map[string]string
+
+func (e environment) lookup(name string) (string, bool) {
+	value, ok := e[name]
+	return value, ok
+}
+
 func TestLaterSourcesWin(t *testing.T) {
 	file := write(t, "driverRoot: /from/file\ncdiRoot: /from/file\nhttpAddress: ':1'\nkubeApiQps: 12.5\nmps: true\n")
 	c, err := Load("test", []string{"--config", file, "--http-address=:3"},
-		[]string{"GPU_DRA_CDI_ROOT=/from/env", "GPU_DRA_HTTP_ADDRESS=:2", "OTHER=x"}, nil)
+		environment{"GPU_DRA_CDI_ROOT": "/from/env", "GPU_DRA_HTTP_ADDRESS": ":2", "OTHER": "x"}.lookup, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,7 +48,7 @@ func TestLaterSourcesWin(t *testing.T) {
 }
 
 func TestDerivedValues(t *testing.T) {
-	c, err := Load("test", []string{"--driver-root=/run/nvidia/driver", "--plugin-dir=/k0s/plugins/gpu.nvidia.com"}, nil, nil)
+	c, err := Load("test", []string{"--driver-root=/run/nvidia/driver", "--plugin-dir=/k0s/plugins/gpu.nvidia.com"}, environment{}.lookup, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +67,7 @@ func TestEverySourceIsStrict(t *testing.T) {
 	for name, c := range map[string]struct {
 		file string
 		args []string
-		env  []string
+		env  environment
 		want []string
 	}{
 		"unknown key":           {file: "driverRoots: /x", want: []string{"config.yaml", `unknown key "driverRoots"`}},
@@ -68,12 +76,16 @@ func TestEverySourceIsStrict(t *testing.T) {
 		"a list for a value":    {file: "cdiRoot: [/a]", want: []string{"cdiRoot", "single value"}},
 		"a word for a Boolean":  {file: "mps: perhaps", want: []string{"mps"}},
 		"a word for a number":   {file: "kubeApiBurst: many", want: []string{"kubeApiBurst"}},
-		"a bad variable":        {env: []string{"GPU_DRA_KUBE_API_BURST=many"}, want: []string{"GPU_DRA_KUBE_API_BURST"}},
+		"a bad variable":        {env: environment{"GPU_DRA_KUBE_API_BURST": "many"}, want: []string{"GPU_DRA_KUBE_API_BURST"}},
 		"a bad flag":            {args: []string{"--kube-api-burst=many"}, want: []string{"--kube-api-burst"}},
 		"an unknown flag":       {args: []string{"--no-such"}, want: []string{"no-such"}},
 		"an argument":           {args: []string{"more"}, want: []string{`"more"`}},
 		"a missing file":        {args: []string{"--config=/nowhere/x.yaml"}, want: []string{"/nowhere/x.yaml"}},
 		"a relative path":       {args: []string{"--cdi-root=cdi"}, want: []string{"--cdi-root", `"cdi"`}},
+		"a hook below /":        {args: []string{"--hook-path=/nvidia-cdi-hook"}, want: []string{"--hook-path", "below /"}},
+		"shared memory at /":    {args: []string{"--shm-root=/"}, want: []string{"--shm-root", "below /"}},
+		"no shared memory":      {args: []string{"--shm-root="}, want: []string{"--shm-root", "absolute path"}},
+		"no path":               {args: []string{"--cdi-root="}, want: []string{"--cdi-root", `""`}},
 		"a relative socket":     {args: []string{"--cri-socket=x.sock"}, want: []string{"--cri-socket"}},
 		"a bad node name":       {args: []string{"--node-name=No_Node"}, want: []string{"--node-name", "No_Node"}},
 		"a bad address":         {args: []string{"--http-address=8080"}, want: []string{"--http-address", "8080"}},
@@ -91,7 +103,7 @@ func TestEverySourceIsStrict(t *testing.T) {
 			if c.file != "" {
 				args = append(args, "--config", write(t, c.file))
 			}
-			_, err := Load("test", args, c.env, nil)
+			_, err := Load("test", args, c.env.lookup, nil)
 			if err == nil {
 				t.Fatal("accepted")
 			}

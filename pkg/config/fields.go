@@ -91,6 +91,8 @@ func (c *Config) Fields() []Field {
 		fields = append(fields, Field{Name: name, Usage: usage, Value: flags.Lookup(name).Value})
 	}
 	str := func(p *string, name, usage string) { flags.StringVar(p, name, *p, usage); row(name, usage) }
+	path := func(p *string, name, usage string) { str(p, name, usage); fields[len(fields)-1].isPath = true }
+	emptyOrPath := func(p *string, name, usage string) { path(p, name, usage); fields[len(fields)-1].mayBeEmpty = true }
 	num := func(p *int, name, usage string) { flags.IntVar(p, name, *p, usage); row(name, usage) }
 	span := func(p *time.Duration, name, usage string) { flags.DurationVar(p, name, *p, usage); row(name, usage) }
 	boolean := func(p *bool, name, usage string) { flags.BoolVar(p, name, *p, usage); row(name, usage) }
@@ -105,42 +107,42 @@ func (c *Config) Fields() []Field {
 	str(&c.DaemonSetName, "daemonset-name",
 		"the plugin's own DaemonSet; if it was deleted and no claim holds a device, a terminating plugin removes what it made "+
 			"on the node")
-	str(&c.Kubeconfig, "kubeconfig", "path of a kubeconfig; empty means the Pod's own service account")
+	emptyOrPath(&c.Kubeconfig, "kubeconfig", "path of a kubeconfig; empty means the Pod's own service account")
 
-	str(&c.PluginDir, "plugin-dir",
+	path(&c.PluginDir, "plugin-dir",
 		"the plugin's directory below the kubelet's root, at the same path on the host: sockets, and state/ with "+
 			"records and locks")
-	str(&c.RegistrarDir, "registrar-dir", "the kubelet's plugin registration directory, at the same path on the host")
-	str(&c.CDIRoot, "cdi-root", "directory for CDI specs, at the same path on the host; the container runtime must read it")
+	path(&c.RegistrarDir, "registrar-dir", "the kubelet's plugin registration directory, at the same path on the host")
+	path(&c.CDIRoot, "cdi-root", "directory for CDI specs, at the same path on the host; the container runtime must read it")
 
-	str(&c.DriverRoot, "driver-root",
+	path(&c.DriverRoot, "driver-root",
 		"root of the NVIDIA driver's files as the host sees it: / on a plain host, /run/nvidia/driver for a driver "+
 			"container")
-	str(&c.DriverRootMount, "driver-root-mount", "the driver root as this process sees it; empty means the same path")
-	str(&c.DevRoot, "dev-root",
+	emptyOrPath(&c.DriverRootMount, "driver-root-mount", "the driver root as this process sees it; empty means the same path")
+	emptyOrPath(&c.DevRoot, "dev-root",
 		"directory whose dev/ holds the NVIDIA device nodes; empty means the driver root if it has dev/nvidiactl, else "+
 			"/")
 	str(&c.DriverDirs, "driver-dirs",
 		"directories outside the driver root that also hold files of the driver, separated by commas and at the same "+
 			"path on the host; containers get no file outside of them and the driver root")
-	str(&c.SysfsRoot, "sysfs-root", "where sysfs is mounted for this process")
-	str(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
-	str(&c.CgroupRoot, "cgroup-root",
+	path(&c.SysfsRoot, "sysfs-root", "where sysfs is mounted for this process")
+	path(&c.ProcRoot, "proc-root", "where procfs is mounted for this process")
+	emptyOrPath(&c.CgroupRoot, "cgroup-root",
 		"where the host and this process have mounted cgroup v2. NVIDIA drivers from r615 on can use it to limit a "+
 			"container as a whole to its fraction of a GPU's memory. Empty means to limit only single processes")
-	str(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
-	str(&c.HookPath, "hook-path",
+	path(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
+	emptyOrPath(&c.HookPath, "hook-path",
 		"where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the "+
 			"plugin directory")
-	str(&c.LdconfigPath, "ldconfig-path",
+	emptyOrPath(&c.LdconfigPath, "ldconfig-path",
 		"path of ldconfig on the host, which a hook runs for each container; empty means /sbin/ldconfig")
-	str(&c.DevCharDir, "dev-char-dir",
+	emptyOrPath(&c.DevCharDir, "dev-char-dir",
 		"the host's /dev/char as this process sees it. The plugin links it to the driver's device nodes by number, because "+
 			"containers lose a device without such a link when systemd reloads its units; empty means no links")
-	str(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image, installed next to nvidia-cdi-hook")
+	path(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image, installed next to nvidia-cdi-hook")
 	boolean(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
-	str(&c.ShmRoot, "shm-root", "the host's file system for shared memory, where MPS daemons and their clients get a directory")
-	str(&c.CRISocket, "cri-socket",
+	path(&c.ShmRoot, "shm-root", "the host's file system for shared memory, where MPS daemons and their clients get a directory")
+	emptyOrPath(&c.CRISocket, "cri-socket",
 		"socket of the container runtime, which the plugin asks every minute whether CDI is enabled; empty means that "+
 			"it does not ask")
 	str(&c.MIGPolicy, "mig-policy",
@@ -193,6 +195,8 @@ type Field struct {
 	Name  string
 	Usage string
 	Value pflag.Value
+	// isPath is true for a path, which must be absolute, or may be empty if mayBeEmpty is true.
+	isPath, mayBeEmpty bool
 }
 
 // Env returns the environment variable of the field. That of driver-root is GPU_DRA_DRIVER_ROOT.

@@ -23,7 +23,7 @@ func FuzzFile(f *testing.F) {
 		if err := os.WriteFile(path, raw, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		return Load("fuzz", []string{"--config", path}, nil, nil)
+		return Load("fuzz", []string{"--config", path}, environment{}.lookup, nil)
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		c, err := load(t, raw)

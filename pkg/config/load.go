@@ -3,9 +3,9 @@ package config
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
-	"sort"
-	"strings"
+	"slices"
 
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
@@ -15,8 +15,9 @@ import (
 var ErrHelp = pflag.ErrHelp
 
 // Load returns the configuration of a command from the defaults, the file that --config names, the
-// environment and the command line arguments. extra may add the command's own flags.
-func Load(command string, args []string, environ []string, extra func(*pflag.FlagSet)) (*Config, error) {
+// environment and the command line arguments. lookupEnv is [os.LookupEnv] or replaces it. extra may
+// add the command's own flags.
+func Load(command string, args []string, lookupEnv func(string) (string, bool), extra func(*pflag.FlagSet)) (*Config, error) {
 	c := Default()
 	fields := c.Fields()
 	flags := pflag.NewFlagSet(command, pflag.ContinueOnError)
@@ -34,11 +35,10 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 	if flags.NArg() > 0 {
 		return nil, fmt.Errorf("unexpected argument %q: pass settings as flags, see %s --help", flags.Arg(0), command)
 	}
-	env := environment(environ)
 	if *file == "" {
-		*file = env["GPU_DRA_CONFIG"]
+		*file, _ = lookupEnv("GPU_DRA_CONFIG")
 	}
-	if err := errors.Join(fromFile(*file, fields), fromEnvironment(env, fields)); err != nil {
+	if err := errors.Join(fromFile(*file, fields), fromEnvironment(lookupEnv, fields)); err != nil {
 		return nil, err
 	}
 	if err := flags.Parse(args); err != nil { // again, because flags take precedence
@@ -51,6 +51,8 @@ func Load(command string, args []string, environ []string, extra func(*pflag.Fla
 	return c, nil
 }
 
+// fromFile sets those fields that the YAML file at path contains. It returns an error for unknown
+// or repeated keys and invalid values.
 func fromFile(path string, fields []Field) error {
 	if path == "" {
 		return nil
@@ -59,12 +61,6 @@ func fromFile(path string, fields []Field) error {
 	if err != nil {
 		return fmt.Errorf("read the configuration file: %w", err)
 	}
-	return Decode(path, raw, fields)
-}
-
-// Decode sets those fields that the YAML document raw contains. It returns an error for unknown or
-// repeated keys and invalid values. path is the document's name in errors.
-func Decode(path string, raw []byte, fields []Field) error {
 	var doc map[string]any
 	if err := yaml.UnmarshalStrict(raw, &doc); err != nil {
 		return fmt.Errorf("configuration file %s: %w", path, err)
@@ -73,13 +69,8 @@ func Decode(path string, raw []byte, fields []Field) error {
 	for _, f := range fields {
 		byKey[f.Key()] = f
 	}
-	keys := make([]string, 0, len(doc))
-	for k := range doc {
-		keys = append(keys, k)
-	}
-	sort.Strings(keys)
 	var errs []error
-	for _, k := range keys {
+	for _, k := range slices.Sorted(maps.Keys(doc)) {
 		f, known := byKey[k]
 		if !known {
 			errs = append(errs, fmt.Errorf("configuration file %s: unknown key %q", path, k))
@@ -98,20 +89,10 @@ func Decode(path string, raw []byte, fields []Field) error {
 	return errors.Join(errs...)
 }
 
-func environment(environ []string) map[string]string {
-	env := map[string]string{}
-	for _, kv := range environ {
-		if k, v, ok := strings.Cut(kv, "="); ok {
-			env[k] = v
-		}
-	}
-	return env
-}
-
-func fromEnvironment(env map[string]string, fields []Field) error {
+func fromEnvironment(lookup func(string) (string, bool), fields []Field) error {
 	var errs []error
 	for _, f := range fields {
-		v, ok := env[f.Env()]
+		v, ok := lookup(f.Env())
 		if !ok {
 			continue
 		}

@@ -10,6 +10,9 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 )
 
+// MemorySlicePrefix begins the names of the counters of memory slices. The slice's number follows.
+const MemorySlicePrefix = "memory-slice-"
+
 // budget maps the names of counters to amounts: what a GPU has in total, or what one device takes
 // of that total.
 type budget map[string]int64
@@ -31,11 +34,9 @@ const (
 	// wholeCounter is the name of the counter for the whole GPU. It is used only for a GPU with no
 	// usable MIG profiles and unknown memory.
 	wholeCounter = "whole"
-
-	slicePrefix = "memory-slice-"
 )
 
-func memorySlice(n uint32) string { return fmt.Sprint(slicePrefix, n) }
+func memorySlice(n uint32) string { return fmt.Sprint(MemorySlicePrefix, n) }
 
 func profileCounter(profile uint32) string { return fmt.Sprintf("profile-%d", profile) }
 
@@ -195,7 +196,7 @@ func (b budget) computeInstanceCost(p Profile, compute ComputeInstance) budget {
 // partitions apart.
 func (b budget) hasMemorySlices() bool {
 	for name := range b {
-		if strings.HasPrefix(name, slicePrefix) {
+		if strings.HasPrefix(name, MemorySlicePrefix) {
 			return true
 		}
 	}

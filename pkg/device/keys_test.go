@@ -18,8 +18,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
-// maxKeys is how many attributes and capacities a device may have together: six less than the API
-// allows.
+// maxKeys is how many attributes and capacities a device may have together: as many as a partition
+// has now. The API server rejects the whole slice of a device with more than 32, and selectors may
+// use every published key. So a new key, which can never go again, raises this number on purpose.
 const maxKeys = 26
 
 // requiredKeys maps each type of device to the keys that all its devices must have, even if most

@@ -9,6 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
@@ -28,6 +29,7 @@ type baseSpec struct {
 	specs      *cdi.Store
 	reconciler *reconciler.Reconciler
 	paths      nvidia.Paths
+	charDir    string // the host's /dev/char, or empty to make no links there
 
 	files      string // the fingerprint of the device nodes at the last write
 	renumbered bool   // the CDI specs of prepared claims may have old device numbers
@@ -54,9 +56,11 @@ func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
 			Message: fmt.Sprintf("cannot write the node-wide CDI spec: %v", err),
 		}, true
 	}
-	if err := b.paths.LinkDeviceNodes(s.Node); err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to link device nodes by number; "+
-			"containers may lose their GPU when systemd reloads its units")
+	if b.charDir != "" {
+		if err := scan.LinkDeviceNodes(b.paths, s.Node, b.charDir); err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to link device nodes by number; "+
+				"containers may lose their GPU when systemd reloads its units")
+		}
 	}
 	b.files, b.renumbered = s.Files, b.reconciler.TakeUncheckedSpecs() || changed
 	return nil, true

@@ -15,6 +15,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
 )
 
 // heldGPU lists a claim that has the first GPU, if it is true.
@@ -35,8 +36,8 @@ func (noReports) Count(map[health.EventKey]uint64, string)                      
 func (noReports) NotCleared(string)                                                   {}
 
 func TestOfferedViewKeepsLostGPU(t *testing.T) {
-	inv, held := &fakeInventory{}, heldGPU(true)
-	inv.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	inv, held := &inventorytest.Inventory{}, heldGPU(true)
+	inv.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	h := loop.New(t.Context(), loop.Options{
 		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, Reporter: noReports{},
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
@@ -59,15 +60,15 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 		return node.View().Offered
 	}
 
-	inv.set(readyWith("0000:43:00.0"))
+	inv.Set(readyWith("0000:43:00.0"))
 	if now := offered(); !now.Ready || len(now.Node.GPUs) != 2 || now.Node.GPUs[1].WholeName() != firstGPU {
 		t.Errorf("%+v", now)
 	}
-	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
+	inv.Set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
 	if now := offered(); !now.Ready || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card: %+v", now)
 	}
-	inv.set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
+	inv.Set(inventory.Snapshot{Known: true, Empty: true, Reason: "the driver lists no GPU"})
 	if now := offered(); !now.Ready || now.Empty || len(now.Node.GPUs) != 1 {
 		t.Errorf("the only card was removed, and a claim has it: %+v", now)
 	}
@@ -75,22 +76,22 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	if now := offered(); now.Ready || !now.Empty {
 		t.Errorf("the only card was removed: %+v", now)
 	}
-	inv.set(readyWith("0000:43:00.0"))
+	inv.Set(readyWith("0000:43:00.0"))
 	if now := offered(); len(now.Node.GPUs) != 1 {
 		t.Errorf("a card was removed: %+v", now)
 	}
 	onBus := readyWith("0000:43:00.0")
 	onBus.Node.Problems = []nvidia.Problem{{PCIAddress: "0000:1b:00.0"}}
-	inv.set(onBus)
+	inv.Set(onBus)
 	if now := offered(); len(now.Node.GPUs) != 2 {
 		t.Errorf("a card that is on the bus: %+v", now)
 	}
-	inv.set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
+	inv.Set(inventory.Snapshot{Known: true, Reason: "no GPU of this node can be offered"})
 	node.Report(nodeview.Condition{Source: "runtime", Message: "CDI is off"})
 	if now := offered(); now.Ready {
 		t.Errorf("a node that is not ready: %+v", now)
 	}
-	inv.set(inventory.Snapshot{Reason: "not scanned yet"})
+	inv.Set(inventory.Snapshot{Reason: "not scanned yet"})
 	if now := offered(); now.Ready || len(now.Node.GPUs) != 0 {
 		t.Errorf("a node that was never scanned: %+v", now)
 	}

@@ -15,6 +15,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs. The rules
@@ -24,26 +25,15 @@ const policyAnnotation = DriverName + "/mig-policy"
 // nodePolicy watches the Node, hands it to its observers and reads the MIG policy rules in its
 // annotation. If it cannot parse new rules, it reports them and the previous rules stay in force.
 type nodePolicy struct {
-	client     kubernetes.Interface
-	node       string
-	publisher  policySetter
-	reconciler waker
-	events     eventsOnChange
-	observers  []nodeObserver
+	client      kubernetes.Interface
+	node        string
+	setPolicies func(device.Policies)
+	wake        func() // wakes reconciliation
+	events      *events.Recorder
+	observers   []func(*corev1.Node) // are called with each version of the Node
 
 	rules *string // the last value of the annotation; nil before the first one
 }
-
-type policySetter interface{ SetNodePolicies(device.Policies) }
-
-type waker interface{ Wake() }
-
-type eventsOnChange interface {
-	WarnOnChange(reason, state, message string)
-}
-
-// nodeObserver is called with each version of the Node.
-type nodeObserver interface{ Observe(*corev1.Node) }
 
 // Read reads the Node once, before Watch. It must be called before the driver prepares claims or
 // opens GPUs, because the Node may forbid partitions or request a release of the GPUs.
@@ -87,8 +77,8 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 }
 
 func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
-	for _, o := range p.observers {
-		o.Observe(node)
+	for _, observe := range p.observers {
+		observe(node)
 	}
 	rules := node.Annotations[policyAnnotation]
 	if p.rules != nil && *p.rules == rules {
@@ -102,8 +92,8 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 		return
 	}
 	klog.FromContext(ctx).Info("Read the MIG policy from the Node's annotation", "annotation", policyAnnotation, "rules", rules)
-	p.publisher.SetNodePolicies(policies)
-	p.reconciler.Wake()
+	p.setPolicies(policies)
+	p.wake()
 }
 
 func (p *nodePolicy) reportProblem(message string) {

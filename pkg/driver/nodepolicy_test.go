@@ -21,7 +21,7 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	other := metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}
 	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: other})
 	set, problems := &policyLog{}, record.NewFakeRecorder(10)
-	p := &nodePolicy{client: client, node: "node", publisher: set, reconciler: set, events: events.NewFor(problems, "node")}
+	p := &nodePolicy{client: client, node: "node", setPolicies: set.SetNodePolicies, wake: set.Wake, events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
 	if got := set.all(); !slices.Equal(got, []device.PolicyMode{device.PolicyStatic}) {
 		t.Fatalf("after the first read: %v", got)
@@ -56,7 +56,8 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 
 func TestUnreadableNodeIsReportedOnce(t *testing.T) {
 	set, problems := &policyLog{}, record.NewFakeRecorder(10)
-	p := &nodePolicy{client: fake.NewClientset(), node: "node", publisher: set, reconciler: set, events: events.NewFor(problems, "node")}
+	p := &nodePolicy{client: fake.NewClientset(), node: "node", setPolicies: set.SetNodePolicies, wake: set.Wake,
+		events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
 	p.Read(t.Context())
 	if len(problems.Events) != 1 || len(set.all()) > 0 {

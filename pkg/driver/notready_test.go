@@ -260,6 +260,9 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 	if msg := n.unprepare(t, held); msg != "" {
 		t.Error(msg)
 	}
+	if err := n.client.ResourceV1().ResourceClaims("team").Delete(t.Context(), held.GetName(), metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
 	eventually(t, "the unprepared device is withdrawn", func() bool { return len(published(t, n.client)) == 0 })
 	n.setCapacity(t, "0")
 	eventually(t, "both are published again", func() bool { return len(published(t, n.client)) == 2 })

@@ -7,22 +7,18 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but
-// got the whole GPU. For any other claim, and for a claim that is prepared already, it returns "".
+// got the whole GPU, as findOversized found. For a claim that is prepared already, it returns "".
 // So the caller must call it before Prepare, which records the claim.
-func (r *requests) oversizedHint(v *nodeview.View, c *resourceapi.ResourceClaim) string {
-	found := findOversized(c, v.Inventory.Node.GPUs)
-	if found == "" {
-		return ""
-	}
-	if record, known, err := r.preparer.Record(c.UID); err != nil || known && record.State == checkpoint.Prepared {
+func (r *requests) oversizedHint(found string, claim types.UID) string {
+	if record, known, err := r.preparer.Record(claim); err != nil || known && record.State == checkpoint.Prepared {
 		return ""
 	}
 	if r.publisher.OffersFractions() {

@@ -21,7 +21,6 @@ func Paths(cfg *config.Config) nvidia.Paths {
 		Cgroups:        cfg.CgroupRoot,
 		HookPath:       cfg.HookPath,
 		LdconfigPath:   cfg.LdconfigPath,
-		CharDir:        cfg.DevCharDir,
 	}
 }
 

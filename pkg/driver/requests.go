@@ -71,15 +71,19 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	done, _ := r.hardware.Use()
 	defer done()
 	v := r.node.View()
-	hint := r.oversizedHint(v, c)
+	hint := findOversized(c, v.Inventory.Node.GPUs)
+	if hint != "" {
+		hint = r.oversizedHint(hint, c.UID)
+	}
 	var devices []kubeletplugin.Device
 	err := r.refusal(v, c)
 	if err == nil {
 		devices, err = r.preparer.Prepare(ctx, v.Preparable, c)
 	}
 	took := time.Since(start)
-	r.metrics.Request(metrics.Prepare, took, string(cause.Of(err)))
+	r.metrics.Request(metrics.Prepare, took)
 	if err != nil {
+		r.metrics.RequestError(metrics.Prepare, string(cause.Of(err)))
 		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
@@ -154,8 +158,9 @@ func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObje
 		err = r.migrator.EndClaim(klog.NewContext(ctx, logger), c.UID)
 	}
 	took := time.Since(start)
-	r.metrics.Request(metrics.Unprepare, took, string(cause.Of(err)))
+	r.metrics.Request(metrics.Unprepare, took)
 	if err != nil {
+		r.metrics.RequestError(metrics.Unprepare, string(cause.Of(err)))
 		logger.Error(err, "Failed to unprepare claim")
 		r.events.WarnClaim(c, "UnprepareFailed", err.Error())
 		return err
@@ -170,6 +175,6 @@ func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObje
 
 // WatchHealthStatus sends the devices' health to the channel until the kubelet disconnects.
 func (r *requests) WatchHealthStatus(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport) error {
-	stream.Send(ctx, reports, stream.Sources{Pool: r.pool, Node: r.node, Verdicts: r.health, Claims: r.status})
+	stream.Send(ctx, reports, stream.Sources{Pool: r.pool, Node: r.node.View, Verdicts: r.health, LostDevices: r.status.LostDevices})
 	return nil
 }

@@ -53,21 +53,24 @@ func ServeHTTP(
 	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
 	mux.Handle("/livez", probeHandler(probe.isLive))
 	mux.Handle("/readyz", probeHandler(probe.isReady))
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	context.AfterFunc(ctx, func() { _ = server.Close() })
+	return serveOn(ctx, address, "probes and metrics (--http-address)", server.Serve, failed)
+}
+
+// serveOn listens on address and serves what until the server is closed. It calls failed if serving
+// fails.
+func serveOn(ctx context.Context, address, what string, serve func(net.Listener) error, failed func(error)) error {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
 	if err != nil {
-		return fmt.Errorf("listen for probes and metrics (--http-address): %w", err)
+		return fmt.Errorf("listen for %s: %w", what, err)
 	}
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
 	go func() {
-		<-ctx.Done()
-		_ = server.Close()
-	}()
-	go func() {
-		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
-			failed(fmt.Errorf("serve probes and metrics: %w", err))
+		if err := serve(listener); err != nil && !errors.Is(err, http.ErrServerClosed) {
+			failed(fmt.Errorf("serve %s: %w", what, err))
 		}
 	}()
-	klog.FromContext(ctx).Info("Serving probes and metrics", "address", listener.Addr().String())
+	klog.FromContext(ctx).Info("Serving "+what, "address", listener.Addr().String())
 	return nil
 }
 
@@ -88,23 +91,10 @@ func ServeGRPCHealth(ctx context.Context, address string, probe *Probe, failed f
 	if address == "" {
 		return nil
 	}
-	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
-	if err != nil {
-		return fmt.Errorf("listen for the gRPC health service (--grpc-health-address): %w", err)
-	}
 	server := grpc.NewServer()
 	healthpb.RegisterHealthServer(server, &grpcHealth{probe: probe})
-	go func() {
-		<-ctx.Done()
-		server.Stop()
-	}()
-	go func() {
-		if err := server.Serve(listener); err != nil {
-			failed(fmt.Errorf("serve the gRPC health service: %w", err))
-		}
-	}()
-	klog.FromContext(ctx).Info("Serving the gRPC health service", "address", listener.Addr().String())
-	return nil
+	context.AfterFunc(ctx, server.Stop)
+	return serveOn(ctx, address, "the gRPC health service (--grpc-health-address)", server.Serve, failed)
 }
 
 type grpcHealth struct {

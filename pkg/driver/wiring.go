@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
@@ -43,11 +44,10 @@ import (
 // processes, of the plugin's binary executable, load NVML.
 func NewHardware(cfg *config.Config, executable string) inventory.Hardware {
 	paths := Paths(cfg)
-	changes := scan.NewChangeDetector(paths)
 	return inventory.Hardware{
 		Scan:        scan.Isolated(paths, executable, ScanCommand),
-		Fingerprint: changes.Fingerprint,
-		Present:     changes.Present,
+		Fingerprint: func() string { return scan.Fingerprint(paths) },
+		Present:     func() (bool, error) { return scan.HasNVIDIADevice(paths.Sysfs) },
 	}
 }
 
@@ -73,6 +73,9 @@ type Parts struct {
 	Hardware     inventory.Hardware
 	// Partitions changes GPUs and their partitions.
 	Partitions steps.Partitions
+	// StopWorkers ends the processes that partition GPUs once they are idle. Nil means that there are
+	// none.
+	StopWorkers func(ctx context.Context) error
 	// Supervisor starts and stops MPS control daemons. If it is nil, New uses the supervisor that runs
 	// on this node.
 	Supervisor Supervisor
@@ -117,7 +120,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if !cfg.ClaimStatus {
 		statusClient = nil
 	}
-	status := claimstatus.New(statusClient, recorder, parts.Metrics.ClaimStatusError)
+	status := claimstatus.New(statusClient, recorder.WarnClaim, parts.Metrics.ClaimStatusError)
 	instanceLock, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
 	if err != nil {
 		return nil, err
@@ -127,7 +130,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		instanceLock.Release()
 		return nil, err
 	}
-	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead)
+	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead.NewerLeads)
 	verdicts := loop.New(ctx, loop.Options{
 		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
 		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
@@ -145,32 +148,33 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: policies, Shares: shares, Effects: effects,
 		Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
+	daemons := &daemonReports{
+		supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
+	}
 	reconciling := reconciler.New(reconciler.Options{
 		StateDir: cfg.StateDir(), NewerLeads: lead.NewerLeads,
-		Claims: claims, Hardware: access, Inventory: inv, Layouts: publisher, Status: status,
-		Daemons: &daemonReports{
-			supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
-		},
-		BaseSpec: specs, Reports: toAdmins,
+		Claims: claims, Use: access.Use, Inventory: inv, Layouts: publisher, Status: status,
+		ReportDaemons: daemons.Report, WriteBase: specs.WriteBase, Repaired: toAdmins.Repaired,
 	})
 	collector := claimgc.New(claimgc.Options{
 		Grace: cfg.ClaimGrace, BootID: state.bootID, Client: parts.StatusClient, NewerLeads: lead.NewerLeads,
-		Claims: claims, Containers: claimgc.Containerd{Socket: cfg.CRISocket}, Hardware: access,
-		Reconciler: reconciling, Reports: toAdmins,
+		Claims: claims, UsersOf: claimgc.Containerd{Socket: cfg.CRISocket}.UsersOf, Use: access.Use,
+		Wake: reconciling.Wake, Reports: toAdmins,
 	})
-	workers, _ := parts.Partitions.(quiesce.Workers)
 	quiescer := quiesce.New(ctx, quiesce.Options{
 		Labels:   strings.FieldsFunc(cfg.ReleaseLabels, func(r rune) bool { return r == ',' }),
-		StateDir: cfg.StateDir(), Access: access, Workers: workers,
-		Readiness: node, Reports: recorder, Metrics: parts.Metrics, Reconciler: reconciling,
+		StateDir: cfg.StateDir(), Access: access, StopWorkers: parts.StopWorkers,
+		Readiness: node, Reports: recorder, Released: parts.Metrics.Released, Wake: reconciling.Wake,
 	})
-	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder, parts.Metrics)
+	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder.WarnOnChange,
+		parts.Metrics.DevicePlugin)
 	policy := &nodePolicy{
-		client: parts.Client, node: cfg.NodeName, publisher: publisher, reconciler: reconciling, events: recorder,
-		observers: []nodeObserver{quiescer, devicePlugin, verdicts},
+		client: parts.Client, node: cfg.NodeName, setPolicies: publisher.SetNodePolicies, wake: reconciling.Wake, events: recorder,
+		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},
 	}
 	base := &baseSpec{
-		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling, paths: Paths(cfg),
+		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling,
+		paths: Paths(cfg), charDir: cfg.DevCharDir,
 	}
 	host := &hostWatch{
 		checks: []nodeview.Check{
@@ -184,8 +188,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		requests: &requests{
 			pool: cfg.NodeName, node: node, health: verdicts, hardware: access, preparer: claims,
 			migrator: migrate.New(migrate.Options{
-				CDIRoot: cfg.CDIRoot, Checkpoint: reference, Inventory: inv, Locks: claims, GPUs: claims.Partitions,
-				Reports: toAdmins, Node: node,
+				CDIRoot: cfg.CDIRoot, Checkpoint: reference, Snapshot: inv.Snapshot, WithLocks: claims.WithLocks,
+				GPUs: claims.Partitions, Reports: toAdmins, Update: node.Update,
 			}),
 			publisher: publisher, reconciler: reconciling, status: status, events: recorder, metrics: parts.Metrics,
 		},
@@ -202,8 +206,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		cleaner: uninstall.NewCleaner(uninstall.Options{
 			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
-			Lock: instanceLock, Claims: claims, Hardware: access, Inventory: node,
-			Daemons: supervisor, BaseSpec: specs, Hooks: []uninstall.Hook{cdiHook, mpsHook}, Events: recorder,
+			Lock: instanceLock, Claims: claims, Use: access.Use, Snapshot: node.Snapshot, StopDaemons: supervisor.StopAll,
+			RemoveFiles: []func() error{specs.RemoveBase, cdiHook.Remove, mpsHook.Remove}, WarnNow: recorder.WarnNow,
 		}),
 	}, nil
 }
@@ -224,7 +228,7 @@ func openState(cfg *config.Config) (s state, err error) {
 	if s.records, err = checkpoint.Open(cfg.StateDir(), durable.OS{}); err != nil {
 		return state{}, err
 	}
-	if s.locks, err = lock.NewSet(filepath.Join(cfg.StateDir(), "locks")); err != nil {
+	if s.locks, err = lock.NewSet(filepath.Join(cfg.StateDir(), "claims.lock")); err != nil {
 		return state{}, err
 	}
 	if s.bootID, err = durable.BootID(cfg.ProcRoot); err != nil {

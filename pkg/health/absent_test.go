@@ -9,7 +9,7 @@ import (
 )
 
 func TestCardOfAnotherDriverIsNeitherLostNorMissing(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(79)
 	w.answer(device.Condition{Reach: device.ReachLost})
 	w.wantState(gpuName, Lost)
@@ -23,7 +23,7 @@ func TestCardOfAnotherDriverIsNeitherLostNorMissing(t *testing.T) {
 		if missing, settled := w.View().Missing(nil, w.now); len(missing) > 0 || !settled {
 			t.Errorf("missing: %v", missing)
 		}
-		w = w.restart(s, Options{})
+		w = w.restart(s, nil)
 		w.watcherUp("load-1")
 	}
 	w.answer(device.Condition{Reach: device.ReachFailed})
@@ -31,14 +31,14 @@ func TestCardOfAnotherDriverIsNeitherLostNorMissing(t *testing.T) {
 		t.Error("want the card missing once it is queried again")
 	}
 
-	w = newTestMonitor(t, Options{})
+	w = newTestMonitor(t, nil)
 	w.answer(device.Condition{Reach: device.ReachLost})
 	w.answer(device.Condition{Reach: device.ReachNotOurs})
 	w.wantState(gpuName, Healthy)
 	w.answerOK()
 	w.wantState(gpuName, Healthy)
 
-	m := New(Options{}, start)
+	m := New(nil, start)
 	m.Apply(device.Signal{Condition: &device.Condition{Card: gpu.Card(), Reach: device.ReachNotOurs}}, start)
 	if len(m.cards) > 0 {
 		t.Error("the monitor tracks a card that was never bound to NVIDIA's kernel driver")
@@ -47,7 +47,7 @@ func TestCardOfAnotherDriverIsNeitherLostNorMissing(t *testing.T) {
 
 func TestRestartKeepsFindingsThatEndByTime(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(144)
 	since := w.now
 	for range 30 {
@@ -57,7 +57,7 @@ func TestRestartKeepsFindingsThatEndByTime(t *testing.T) {
 		w.healthyFor(time.Minute)
 		w.sendXID(144)
 	}
-	m := New(Options{}, w.now)
+	m := New(nil, w.now)
 	if err := s.Load(m, w.now); err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +73,7 @@ func TestRestartKeepsFindingsThatEndByTime(t *testing.T) {
 }
 
 func TestLastHeardUsesThisProcessesClock(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.advance(time.Hour) // the clock was set forward
 	for _, reach := range []device.Reach{device.ReachOK, device.ReachFailed} {
 		c := device.Condition{Card: gpu.Card(), Reach: reach, At: w.now.Add(-time.Hour)}
@@ -85,7 +85,7 @@ func TestLastHeardUsesThisProcessesClock(t *testing.T) {
 }
 
 func TestForgottenCardIsNotReportedAgain(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Reach: device.ReachLost})
 	w.Forget(address)
 	w.Changes()

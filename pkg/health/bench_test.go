@@ -20,7 +20,7 @@ func BenchmarkParseRules(b *testing.B) {
 // BenchmarkApply measures a monitor of eight GPUs. In each round all GPUs answer a query, one GPU
 // sends an XID of an application error, and a reader takes the view.
 func BenchmarkApply(b *testing.B) {
-	m, now := New(Options{}, start), start
+	m, now := New(nil, start), start
 	gpus := make([]device.GPU, 8)
 	for i := range gpus {
 		gpus[i] = gpu

@@ -10,7 +10,7 @@ import (
 
 func TestClearEndsAllFindingsButLevels(t *testing.T) {
 	for _, name := range []string{gpuName, string(address), uuid, " x, " + gpuName} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		w.sendXID(79)
 		w.sendXID(144)
 		w.answer(device.Condition{Remap: &device.Remap{Pending: true}})
@@ -28,7 +28,7 @@ func TestClearEndsAllFindingsButLevels(t *testing.T) {
 
 func TestFindingsAfterClearCount(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(79)
 	w.Clear(gpuName, "cleared by an admin", w.now)
 	w.wantState(gpuName, Healthy)
@@ -36,7 +36,7 @@ func TestFindingsAfterClearCount(t *testing.T) {
 	w.sendXID(79)
 	w.Clear(gpuName, "cleared by an admin", w.now) // the annotation is unchanged
 	w.wantState(gpuName, Unhealthy)
-	w = w.restart(s, Options{})
+	w = w.restart(s, nil)
 	w.Clear(gpuName, "cleared by an admin", w.now)
 	w.wantState(gpuName, Unhealthy)
 	w.Clear(gpuName+",gpu-0000-43-00-0", "cleared by an admin", w.now) // another name is added
@@ -44,7 +44,7 @@ func TestFindingsAfterClearCount(t *testing.T) {
 
 	other := s
 	other.BootID = "another"
-	m := New(Options{}, w.now)
+	m := New(nil, w.now)
 	if err := other.Load(m, w.now); err != nil {
 		t.Fatal(err)
 	}

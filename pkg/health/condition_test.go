@@ -8,7 +8,7 @@ import (
 )
 
 func TestGPUThatNeedsResetStaysUnhealthyUntilItWorks(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Reach: device.ReachNeedsReset, Error: "GPU requires reset"})
 	w.wantState(gpuName, Unhealthy)
 	since := w.now
@@ -29,7 +29,7 @@ func TestFailingAnswerStillReportsFaults(t *testing.T) {
 		"the driver asks for a reset": {Recovery: device.RecoveryReset},
 		"no spare memory is left":     {Remap: &device.Remap{Failed: true}},
 	} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		c.Reach, c.Error = device.ReachFailed, "energy: unknown error"
 		w.answer(c)
 		if w.wantState(gpuName, Unhealthy); t.Failed() {
@@ -43,7 +43,7 @@ func TestFailingAnswerStillReportsFaults(t *testing.T) {
 }
 
 func TestPendingRemapInFailingAnswerDegrades(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Reach: device.ReachFailed, Remap: &device.Remap{Pending: true}})
 	w.wantState(gpuName, Degraded)
 }
@@ -51,7 +51,7 @@ func TestPendingRemapInFailingAnswerDegrades(t *testing.T) {
 func TestCardInMIGModeNeedsNoFabric(t *testing.T) {
 	joining := device.Condition{Fabric: &device.Fabric{State: device.FabricInProgress}}
 	cut := device.Condition{Fabric: &device.Fabric{State: device.FabricNotUsed}}
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(joining)
 	w.advance(5 * time.Second)
 	w.answer(cut)
@@ -70,13 +70,13 @@ func TestCardInMIGModeNeedsNoFabric(t *testing.T) {
 
 func TestLaterMemoryErrorDoesNotDowngradeFinding(t *testing.T) {
 	s, _ := newStore()
-	before := newTestMonitor(t, Options{})
+	before := newTestMonitor(t, nil)
 	// The driver has not reported a recovery action yet, so the memory error must last until a reset.
 	before.sendEvent(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	if err := s.Save(before.Monitor); err != nil {
 		t.Fatal(err)
 	}
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryNone)
 	w.advance(time.Second)
 	if err := s.Load(w.Monitor, w.now); err != nil {
@@ -89,7 +89,7 @@ func TestLaterMemoryErrorDoesNotDowngradeFinding(t *testing.T) {
 }
 
 func TestFirstRecoveryActionRejudgesMemoryErrors(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendEvent(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	w.wantState(gpuName, Unhealthy)
 	first := w.now
@@ -99,12 +99,12 @@ func TestFirstRecoveryActionRejudgesMemoryErrors(t *testing.T) {
 	if c := w.verdict(gpuName).Causes[0]; !c.Since.Equal(first) {
 		t.Errorf("%+v", c)
 	}
-	w.healthyFor(DefaultQuietPeriod + time.Minute)
+	w.healthyFor(quietPeriod + time.Minute)
 	w.wantState(gpuName, Healthy)
 
 	// At the end, a driver is loaded that reports no recovery actions. So a memory error must again
 	// make the GPU Unhealthy until a reset.
-	w = newTestMonitor(t, Options{})
+	w = newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryNone)
 	w.sendEvent(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	w.wantState(gpuName, Degraded)
@@ -122,7 +122,7 @@ func TestResetEndsLevelsThatTheDriverStopsReporting(t *testing.T) {
 		"remap":    {Remap: &device.Remap{Failed: true}},
 		"fabric":   {Fabric: &device.Fabric{State: device.FabricCompleted, Error: "no route"}},
 	} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		w.answer(c)
 		w.healthyFor(time.Hour)
 		if v := w.verdict(gpuName); v.State == Healthy {
@@ -134,7 +134,7 @@ func TestResetEndsLevelsThatTheDriverStopsReporting(t *testing.T) {
 			t.Errorf("%s: %s", what, v.Message())
 		}
 	}
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Reach: device.ReachLost})
 	w.advance(time.Second)
 	w.watcherUp("load-2")

@@ -21,7 +21,7 @@ const golden = "testdata/v0.1/health.json"
 func TestHealthFileIsReadAndWrittenAsInVersion01(t *testing.T) {
 	s, disk := newStore()
 	if *update {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		w.answerRecovery(device.RecoveryReset)
 		w.sendXID(79)
 		w.advance(time.Minute)
@@ -40,7 +40,7 @@ func TestHealthFileIsReadAndWrittenAsInVersion01(t *testing.T) {
 	}
 	disk.Put(s.Path, raw)
 	now := start.Add(time.Hour)
-	w := &testMonitor{Monitor: New(Options{}, now), t: t, now: now}
+	w := &testMonitor{Monitor: New(nil, now), t: t, now: now}
 	if err := s.Load(w.Monitor, now); err != nil {
 		t.Fatal(err)
 	}

@@ -34,9 +34,9 @@ type testMonitor struct {
 	now time.Time
 }
 
-func newTestMonitor(t *testing.T, o Options) *testMonitor {
+func newTestMonitor(t *testing.T, rules Rules) *testMonitor {
 	t.Helper()
-	w := &testMonitor{Monitor: New(o, start), t: t, now: start}
+	w := &testMonitor{Monitor: New(rules, start), t: t, now: start}
 	w.watcherUp("load-1")
 	w.Expect([]device.GPU{gpu}, w.now)
 	w.answerOK()
@@ -121,12 +121,12 @@ func newStore() (Store, *durabletest.Disk) {
 
 // restart acts like a restart of the plugin: it saves the findings, and returns a test monitor with
 // a new Monitor that has loaded them.
-func (w *testMonitor) restart(s Store, o Options) *testMonitor {
+func (w *testMonitor) restart(s Store, rules Rules) *testMonitor {
 	w.t.Helper()
 	if err := s.Save(w.Monitor); err != nil {
 		w.t.Fatal(err)
 	}
-	m := New(o, w.now)
+	m := New(rules, w.now)
 	if err := s.Load(m, w.now); err != nil {
 		w.t.Fatal(err)
 	}

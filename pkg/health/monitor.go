@@ -18,19 +18,10 @@ const (
 	maxEventKeys = 1024
 )
 
-// Options are an admin's settings. The zero value uses the defaults.
-type Options struct {
-	Rules Rules
-	// QuietPeriod is how long a passing error must not recur before the monitor ends the finding about
-	// it. 0 means DefaultQuietPeriod.
-	QuietPeriod time.Duration
-}
-
 // Monitor derives verdicts from signals. Only one goroutine may use it. Readers use a [View].
 type Monitor struct {
-	rules       Rules
-	quietPeriod time.Duration
-	cards       map[device.PCIAddress]*card
+	rules Rules
+	cards map[device.PCIAddress]*card
 	// forgotten has the PCI addresses of removed cards. If the watcher process still reports such a
 	// card as lost, the monitor ignores the report.
 	forgotten map[device.PCIAddress]bool
@@ -62,11 +53,10 @@ type EventKey struct {
 }
 
 // New returns a monitor that waits for signals from now on. A card is Healthy until a signal
-// reports a fault, and becomes Unknown if no signal arrives for a while.
-func New(o Options, now time.Time) *Monitor {
+// reports a fault, and becomes Unknown if no signal arrives for a while. rules are an admin's.
+func New(rules Rules, now time.Time) *Monitor {
 	return &Monitor{
-		rules: o.Rules, quietPeriod: cmp.Or(o.QuietPeriod, DefaultQuietPeriod),
-		cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},
+		rules: rules, cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},
 		silentSince: now, silenceReason: "the watcher has not started", now: now,
 	}
 }

@@ -11,7 +11,7 @@ import (
 )
 
 func TestGPUOffTheBusIsUnhealthyUntilResetIsSeen(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.wantState(gpuName, Healthy)
 	w.answerRecovery(device.RecoveryNone)
 	w.sendXID(79)
@@ -110,7 +110,7 @@ func TestWhatEndsALatchedFinding(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, code := range []uint64{48, 64, 79, 95, 119} {
-				w := newTestMonitor(t, Options{})
+				w := newTestMonitor(t, nil)
 				w.sendXID(code)
 				w.advance(time.Second)
 				c.end(w)
@@ -122,7 +122,7 @@ func TestWhatEndsALatchedFinding(t *testing.T) {
 
 func TestApplicationErrorsKeepGPUHealthy(t *testing.T) {
 	for _, code := range []uint64{8, 13, 31, 43, 45, 68, 94, 63, 92} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		for range 100 {
 			w.sendXID(code)
 			w.wantState(gpuName, Healthy)
@@ -133,7 +133,7 @@ func TestApplicationErrorsKeepGPUHealthy(t *testing.T) {
 		if changes := w.Changes(); len(changes) != 1 || changes[0].Finding.Count != 1 {
 			t.Errorf("XID %d is reported as %+v", code, changes)
 		}
-		w.healthyFor(DefaultQuietPeriod + time.Second)
+		w.healthyFor(quietPeriod + time.Second)
 		if f := w.View().Findings(address); len(f) != 0 {
 			t.Errorf("XID %d is still a finding after the quiet period: %+v", code, f)
 		}
@@ -142,12 +142,12 @@ func TestApplicationErrorsKeepGPUHealthy(t *testing.T) {
 
 func TestDegradingXIDPassesUnlessItNeedsAReset(t *testing.T) {
 	for code, after := range map[uint64]State{144: Healthy, 121: Healthy, 9999: Healthy, 58: Degraded, 173: Degraded} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		w.sendXID(code)
 		w.wantState(gpuName, Degraded)
-		w.healthyFor(DefaultQuietPeriod - time.Minute)
+		w.healthyFor(quietPeriod - time.Minute)
 		w.sendXID(code) // restarts the quiet period
-		w.healthyFor(DefaultQuietPeriod - time.Minute)
+		w.healthyFor(quietPeriod - time.Minute)
 		w.wantState(gpuName, Degraded)
 		w.healthyFor(2 * time.Minute)
 		w.wantState(gpuName, after)
@@ -160,7 +160,7 @@ func TestRulesOverrideXIDMeanings(t *testing.T) {
 		t.Fatal(err)
 	}
 	for code, want := range map[uint64]State{79: Healthy, 31: Unhealthy, 43: Degraded, 48: Healthy, 95: Unhealthy} {
-		w := newTestMonitor(t, Options{Rules: rules})
+		w := newTestMonitor(t, rules)
 		w.sendXID(code)
 		w.wantState(gpuName, want)
 		if n := w.Counts()[EventKey{address, "xid-" + map[uint64]string{79: "79", 31: "31", 43: "43", 48: "48", 95: "95"}[code]}]; n != 1 {
@@ -175,7 +175,7 @@ func TestRulesOverrideXIDMeanings(t *testing.T) {
 }
 
 func TestInstanceErrorAffectsOverlappingDevices(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXIDOn(95, 19, 1, 1)
 	w.wantState(gpuName+"-mig-19-1", Unhealthy)
 	w.wantState(gpuName+"-mig-9-0", Unhealthy) // this partition would use the same memory
@@ -191,12 +191,12 @@ func TestInstanceErrorAffectsOverlappingDevices(t *testing.T) {
 }
 
 func TestCardErrorAffectsAllInstances(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	for _, name := range gpu.DeviceNames() {
 		w.wantState(name, Unhealthy)
 	}
-	w = newTestMonitor(t, Options{})
+	w = newTestMonitor(t, nil)
 	// The event does not say which placement its GPU instance has, so the error may be in any GPU
 	// instance.
 	w.sendEvent(device.HealthEvent{Kind: device.EventXID, XID: 95, GPUInstance: ptr.To(uint32(3))})
@@ -206,7 +206,7 @@ func TestCardErrorAffectsAllInstances(t *testing.T) {
 }
 
 func TestComputeInstanceErrorAffectsOnlyThatInstance(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendEvent(device.HealthEvent{
 		Kind: device.EventXID, XID: 95, GPUInstance: ptr.To(uint32(1)), ComputeInstance: ptr.To(uint32(2)),
 		Place: &device.EventPlace{ProfileID: 9, Placement: device.Placement{Start: 4, Size: 4}, Part: true},
@@ -217,7 +217,7 @@ func TestComputeInstanceErrorAffectsOnlyThatInstance(t *testing.T) {
 }
 
 func TestPendingRemapDegradesUntilReset(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Remap: &device.Remap{Pending: true}})
 	w.healthyFor(100 * time.Hour) // answers without remap information
 	w.wantState(gpuName, Degraded)
@@ -238,7 +238,7 @@ func TestRecoveryActionSetsState(t *testing.T) {
 		device.RecoveryDrainP2P: Unhealthy, device.RecoveryDrainAndReset: Unhealthy, device.RecoveryBusReset: Unhealthy,
 		device.RecoverySystemReboot: Unhealthy, device.RecoveryIMEXDomain: Degraded, device.RecoveryOther: Unhealthy, "new": Unhealthy,
 	} {
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		w.answerRecovery(action)
 		w.wantState(gpuName, want)
 		w.answerRecovery(device.RecoveryUnknown)
@@ -249,10 +249,10 @@ func TestRecoveryActionSetsState(t *testing.T) {
 }
 
 func TestRecoveryActionDecidesAboutDoubleBitErrors(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendEvent(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	w.wantState(gpuName, Unhealthy) // the driver reports no recovery actions
-	w = newTestMonitor(t, Options{})
+	w = newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryNone)
 	w.sendEvent(device.HealthEvent{Kind: device.EventDoubleBitECC})
 	w.wantState(gpuName, Degraded)
@@ -284,7 +284,7 @@ func TestSilentGPUBecomesUnknown(t *testing.T) {
 		}, Lost, Lost},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newTestMonitor(t, Options{})
+			w := newTestMonitor(t, nil)
 			c.say(w)
 			w.wantState(gpuName, c.want)
 			for range 31 {
@@ -301,7 +301,7 @@ func TestSilentGPUBecomesUnknown(t *testing.T) {
 }
 
 func TestGPUIsUnknownIfNoWatcherStarts(t *testing.T) {
-	m := New(Options{}, start)
+	m := New(nil, start)
 	m.Expect([]device.GPU{gpu}, start)
 	m.Tick(start.Add(maxSilence - time.Second))
 	if v := m.View().Of(gpu, device.Name{GPU: gpuName}); v.State != Healthy {
@@ -314,7 +314,7 @@ func TestGPUIsUnknownIfNoWatcherStarts(t *testing.T) {
 }
 
 func TestSlowFabricJoinIsTolerated(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	joining := device.Condition{Fabric: &device.Fabric{State: device.FabricInProgress}}
 	w.answer(joining)
 	for range 11 {
@@ -333,7 +333,7 @@ func TestSlowFabricJoinIsTolerated(t *testing.T) {
 }
 
 func TestVerdictKeepsMilderCauses(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answer(device.Condition{Remap: &device.Remap{Pending: true}})
 	degraded := w.now
 	w.healthyFor(time.Hour)
@@ -349,7 +349,7 @@ func TestVerdictKeepsMilderCauses(t *testing.T) {
 }
 
 func TestStateHasAnXIDCauseAndAnotherCause(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	w.advance(time.Second)
 	w.sendXID(48)
@@ -363,7 +363,7 @@ func TestStateHasAnXIDCauseAndAnotherCause(t *testing.T) {
 }
 
 func TestSinceStaysWhileTheStateLasts(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryReset)
 	first := w.now
 	for range 10 {
@@ -378,7 +378,7 @@ func TestSinceStaysWhileTheStateLasts(t *testing.T) {
 }
 
 func TestLateAnswerDoesNotEndNewerFindings(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryReset)
 	w.advance(time.Second)
 	w.sendXID(95)
@@ -388,7 +388,7 @@ func TestLateAnswerDoesNotEndNewerFindings(t *testing.T) {
 }
 
 func TestBurstIsBoundedInChangesAndMemory(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	before := w.Version()
 	for i := range 1000 {
 		w.sendXID([]uint64{31, 43, 13, 79, 31}[i%5])

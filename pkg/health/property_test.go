@@ -48,7 +48,7 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		disk := durabletest.New()
 		store := Store{Disk: disk, Path: "/state/health.json", BootID: "boot"}
-		w := newTestMonitor(t, Options{})
+		w := newTestMonitor(t, nil)
 		o := oracle{broken: map[string]time.Time{}}
 		var trace []string
 		for range 120 {
@@ -122,7 +122,7 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 				if err := store.Save(w.Monitor); err != nil {
 					t.Fatal(err)
 				}
-				w.Monitor = New(Options{}, w.now)
+				w.Monitor = New(nil, w.now)
 				if err := store.Load(w.Monitor, w.now); err != nil {
 					t.Fatal(err)
 				}
@@ -176,7 +176,7 @@ func TestExcessLatchedFindingsAreMerged(t *testing.T) {
 	for code := range uint64(500) {
 		rules[1000+code] = Breaking
 	}
-	w := newTestMonitor(t, Options{Rules: rules})
+	w := newTestMonitor(t, rules)
 	for code := range uint64(500) {
 		w.sendXIDOn(1000+code, 19, uint32(code%7), 1)
 		w.wantState(fmt.Sprintf("%s-mig-19-%d", gpuName, code%7), Unhealthy)
@@ -201,7 +201,7 @@ func TestExcessLatchedFindingsAreMerged(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := w.View()
-	w.Monitor = New(Options{Rules: rules}, w.now)
+	w.Monitor = New(rules, w.now)
 	if err := s.Load(w.Monitor, w.now); err != nil {
 		t.Fatal(err)
 	}

@@ -29,10 +29,10 @@ func TestResetDuringPluginDowntimeIsNoticed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, _ := newStore()
-			w := newTestMonitor(t, Options{})
+			w := newTestMonitor(t, nil)
 			w.answer(device.Condition{Uncorrected: ptr.To(uint64(3)), Recovery: device.RecoveryReset})
 			w.sendXID(95)
-			w = w.restart(s, Options{})
+			w = w.restart(s, nil)
 			w.wantState(gpuName, Unhealthy)
 			w.advance(time.Minute)
 			w.wantState(gpuName, Unhealthy)
@@ -44,13 +44,13 @@ func TestResetDuringPluginDowntimeIsNoticed(t *testing.T) {
 
 func TestRestartKeepsFindings(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.answerRecovery(device.RecoveryNone)
 	w.sendXID(79)
 	first := w.now
 	w.healthyFor(time.Hour)
 	for range 3 {
-		w = w.restart(s, Options{})
+		w = w.restart(s, nil)
 		w.advance(time.Second)
 		w.watcherUp("load-1")
 		w.Expect([]device.GPU{gpu}, w.now)
@@ -66,13 +66,13 @@ func TestRestartKeepsFindings(t *testing.T) {
 
 func TestRebootDropsFindings(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(79)
 	if err := s.Save(w.Monitor); err != nil {
 		t.Fatal(err)
 	}
 	s.BootID = "boot-2"
-	m := New(Options{}, w.now)
+	m := New(nil, w.now)
 	if err := s.Load(m, w.now); err != nil || len(m.cards) != 0 {
 		t.Errorf("%v, %v", m.cards, err)
 	}
@@ -80,23 +80,23 @@ func TestRebootDropsFindings(t *testing.T) {
 
 func TestNewRulesApplyToSavedFindings(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(79)
 	w.sendXID(95)
-	w = w.restart(s, Options{Rules: Rules{79: Reported, 95: Ignored}})
+	w = w.restart(s, Rules{79: Reported, 95: Ignored})
 	w.wantState(gpuName, Healthy)
-	w = w.restart(s, Options{})
+	w = w.restart(s, nil)
 	w.wantState(gpuName, Unhealthy)
 }
 
 func TestReplacedCardInheritsNoFindings(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	if err := s.Save(w.Monitor); err != nil {
 		t.Fatal(err)
 	}
-	m := New(Options{}, w.now)
+	m := New(nil, w.now)
 	other := gpu
 	other.UUID = "GPU-2"
 	m.Expect([]device.GPU{other}, w.now)
@@ -110,13 +110,13 @@ func TestReplacedCardInheritsNoFindings(t *testing.T) {
 
 func TestNewInstanceTakesOverSavedFindings(t *testing.T) {
 	s, _ := newStore()
-	old := newTestMonitor(t, Options{})
+	old := newTestMonitor(t, nil)
 	old.sendXID(95)
 	first := old.now
 	if err := s.Save(old.Monitor); err != nil {
 		t.Fatal(err)
 	}
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.now = first.Add(time.Minute)
 	w.sendXID(95)
 	w.sendXID(31)
@@ -130,10 +130,10 @@ func TestNewInstanceTakesOverSavedFindings(t *testing.T) {
 
 func TestLoadDoesNotReviveEndedFindings(t *testing.T) {
 	s, _ := newStore()
-	old := newTestMonitor(t, Options{})
+	old := newTestMonitor(t, nil)
 	old.answerRecovery(device.RecoveryReset)
 	old.sendXID(95)
-	w := old.restart(s, Options{})
+	w := old.restart(s, nil)
 	w.watcherUp("load-1")
 	w.advance(time.Second)
 	w.answerRecovery(device.RecoveryNone)
@@ -153,24 +153,24 @@ func TestLoadDoesNotReviveEndedFindings(t *testing.T) {
 
 func TestClockSetBackDoesNotKeepFindings(t *testing.T) {
 	s, _ := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(31)
 	if err := s.Save(w.Monitor); err != nil {
 		t.Fatal(err)
 	}
 	before := w.now.Add(-1000 * time.Hour)
-	m := New(Options{}, before)
+	m := New(nil, before)
 	if err := s.Load(m, before); err != nil {
 		t.Fatal(err)
 	}
-	m.Tick(before.Add(DefaultQuietPeriod))
+	m.Tick(before.Add(quietPeriod))
 	if f := m.View().Findings(address); len(f) > 0 && f[0].Code == "xid-31" {
 		t.Errorf("%+v", f)
 	}
 }
 
 func TestUnreadableFileIsSetAside(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	for name, spoil := range map[string]func([]byte) []byte{
 		"empty":      func([]byte) []byte { return nil },
@@ -188,7 +188,7 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 				t.Fatal(err)
 			}
 			disk.Put(s.Path, spoil(raw))
-			m := New(Options{}, w.now)
+			m := New(nil, w.now)
 			if err := s.Load(m, w.now); err == nil || !strings.Contains(err.Error(), s.Path) || len(m.cards) != 0 {
 				t.Errorf("%v, %v", m.cards, err)
 			}
@@ -203,7 +203,7 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 }
 
 func TestFileOfLaterVersionIsRefusedAndKept(t *testing.T) {
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	s, disk := newStore()
 	later := statefile.Format{Kind: "Health", Version: 3, MinReader: 2}
@@ -214,7 +214,7 @@ func TestFileOfLaterVersionIsRefusedAndKept(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := New(Options{}, w.now)
+	m := New(nil, w.now)
 	for _, err := range []error{s.Load(m, w.now), s.Save(w.Monitor)} {
 		if newer := new(statefile.NewerError); !errors.As(err, &newer) || !strings.Contains(err.Error(), s.Path) {
 			t.Error(err)
@@ -227,7 +227,7 @@ func TestFileOfLaterVersionIsRefusedAndKept(t *testing.T) {
 
 func TestSaveReturnsDiskError(t *testing.T) {
 	s, disk := newStore()
-	w := newTestMonitor(t, Options{})
+	w := newTestMonitor(t, nil)
 	disk.FailAt(1, syscall.ENOSPC)
 	if err := s.Save(w.Monitor); !errors.Is(err, syscall.ENOSPC) {
 		t.Error(err)
@@ -249,7 +249,7 @@ func FuzzStateFile(f *testing.F) {
 		if err := format.Write(disk, s.Path, json.RawMessage(payload)); err != nil {
 			return // no JSON
 		}
-		w := &testMonitor{Monitor: New(Options{}, start), t: t, now: start}
+		w := &testMonitor{Monitor: New(nil, start), t: t, now: start}
 		if err := s.Load(w.Monitor, start); err != nil {
 			return
 		}
@@ -266,7 +266,7 @@ func FuzzStateFile(f *testing.F) {
 				}
 			}
 		}
-		w = w.restart(s, Options{})
+		w = w.restart(s, nil)
 		w.wantState(gpuName, Unhealthy)
 	})
 }

@@ -120,6 +120,7 @@ var xidMeanings = withEngines(map[uint64]Meaning{
 	173: {"the link between processor and GPU (C2C) is down", reboot, Degrading},
 	175: {"error of the memory subsystem", reset, Degrading},
 	176: {"many corrected PCIe errors", investigate, Degrading},
+	999: {"an error whose number NVML does not know", investigate, Degrading}, // nvml.h, nvmlEventData_t
 })
 
 // withEngines returns the table with the XIDs added by which an engine, such as a video decoder,

@@ -17,9 +17,9 @@ const (
 	// fabricTimeout is how long a card may take to join its NVLink fabric after a boot or after it
 	// leaves MIG mode.
 	fabricTimeout = time.Minute
-	// DefaultQuietPeriod is how long a passing error must not recur before the monitor ends the
+	// quietPeriod is how long a passing error must not recur before the monitor ends the
 	// finding about it.
-	DefaultQuietPeriod = 10 * time.Minute
+	quietPeriod = 10 * time.Minute
 )
 
 const (
@@ -45,8 +45,8 @@ func (m *Monitor) checkTimeouts(c *card, now time.Time) {
 		}
 	}
 	m.endFindings(c, func(f *Finding) bool {
-		return f.Ends == EndsByTime && now.Sub(f.Last) >= m.quietPeriod
-	}, "it has not recurred for "+m.quietPeriod.String())
+		return f.Ends == EndsByTime && now.Sub(f.Last) >= quietPeriod
+	}, "it has not recurred for "+quietPeriod.String())
 	switch {
 	case c.OtherDriver:
 	case m.released:

@@ -1,8 +1,6 @@
 package metrics
 
 import (
-	"sync"
-
 	"github.com/prometheus/client_golang/prometheus"
 )
 
@@ -11,7 +9,6 @@ type healthMetrics struct {
 	findings       *current
 	events         *prometheus.CounterVec
 	receivesEvents prometheus.Gauge
-	eventsOnce     sync.Once
 	tainted        *current
 	released       prometheus.Gauge
 }
@@ -68,7 +65,7 @@ func (m *Metrics) Released(is bool) { m.health.released.Set(number(is)) }
 // ReceivesEvents sets whether the plugin receives the hardware's events. The metric appears only
 // after the first call, so it is missing on a node that does not watch events.
 func (m *Metrics) ReceivesEvents(is bool) {
-	m.health.eventsOnce.Do(func() { m.prefixed.MustRegister(m.health.receivesEvents) })
+	_ = m.prefixed.Register(m.health.receivesEvents) // a second registration changes nothing
 	m.health.receivesEvents.Set(number(is))
 }
 

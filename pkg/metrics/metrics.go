@@ -6,7 +6,6 @@ package metrics
 
 import (
 	"runtime"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -36,7 +35,6 @@ type Metrics struct {
 	devices              *prometheus.GaugeVec
 	ready                prometheus.Gauge
 	publisher            prometheus.Gauge
-	readyOnce            sync.Once
 	devicePlugin         prometheus.Gauge
 	slowScheduler        prometheus.Gauge
 	referenceClaims      prometheus.Gauge
@@ -107,13 +105,14 @@ func (f factory) histograms(name, help string, buckets []float64, labels ...stri
 	return f.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
 }
 
-// Request adds the time that one claim took in one kubelet call. If cause is not empty, it also
-// counts an error with this cause.
-func (m *Metrics) Request(op Operation, took time.Duration, cause string) {
+// Request adds the time that one claim took in one kubelet call.
+func (m *Metrics) Request(op Operation, took time.Duration) {
 	m.duration.WithLabelValues(string(op)).Observe(took.Seconds())
-	if cause != "" {
-		m.requestErrors.WithLabelValues(string(op), cause).Inc()
-	}
+}
+
+// RequestError counts a claim that could not be prepared or unprepared.
+func (m *Metrics) RequestError(op Operation, cause string) {
+	m.requestErrors.WithLabelValues(string(op), cause).Inc()
 }
 
 // CountPrepared registers the metrics of prepared claims. At each scrape, these metrics call the
@@ -147,7 +146,7 @@ func (h preparedCollector) Collect(to chan<- prometheus.Metric) {
 func (m *Metrics) Inventory(ready bool, gpus int) {
 	// Register this metric at the first call. A node without a GPU never calls Inventory, so it lacks
 	// the metric and triggers no alert.
-	m.readyOnce.Do(func() { m.prefixed.MustRegister(m.ready) })
+	_ = m.prefixed.Register(m.ready) // a second registration changes nothing
 	m.ready.Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }

@@ -29,7 +29,8 @@ func scrape(t *testing.T, m *Metrics, begin string) []string {
 
 func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 	m := New("v1")
-	m.Request(Prepare, time.Millisecond, "hardware")
+	m.Request(Prepare, time.Millisecond)
+	m.RequestError(Prepare, "hardware")
 	m.ClaimStatusError("conflict")
 	m.PublishError()
 	m.Repaired("cdi-spec")

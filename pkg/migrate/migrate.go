@@ -36,16 +36,6 @@ type Checkpoint interface {
 	MarkEnded(claim types.UID) (renamedTo string, err error)
 }
 
-// Inventory has the node's GPUs as of the last scan.
-type Inventory interface {
-	Snapshot() inventory.Snapshot
-}
-
-// Locks runs work under the locks of a claim and of GPUs, which are given by name.
-type Locks interface {
-	WithLocks(ctx context.Context, claim types.UID, gpus []string, work func(context.Context) error) error
-}
-
 // GPUs changes GPUs and their partitions.
 type GPUs interface {
 	Look(ctx context.Context, card device.Card) (device.CardState, error)
@@ -60,22 +50,20 @@ type Reports interface {
 	Warn(reason, message string)
 }
 
-// Node looks again which GPUs can be offered.
-type Node interface {
-	Update()
-}
-
 // Options are the settings and dependencies of a [Migrator].
 type Options struct {
 	// CDIRoot is the directory of the CDI specs.
 	CDIRoot string
 
 	Checkpoint Checkpoint
-	Inventory  Inventory
-	Locks      Locks
-	GPUs       GPUs
-	Reports    Reports
-	Node       Node
+	// Snapshot has the node's GPUs as of the last scan.
+	Snapshot func() inventory.Snapshot
+	// WithLocks runs work under the locks of a claim and of GPUs, which are given by name.
+	WithLocks func(ctx context.Context, claim types.UID, gpus []string, work func(context.Context) error) error
+	GPUs      GPUs
+	Reports   Reports
+	// Update looks again which GPUs can be offered.
+	Update func()
 }
 
 // Migrator ends claims of NVIDIA's DRA driver.
@@ -97,7 +85,7 @@ func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
 		return nil
 	}
 	c := claims[i]
-	s := m.opts.Inventory.Snapshot()
+	s := m.opts.Snapshot()
 	if changedHardware(c) && !s.Known {
 		return cause.Refusal("with UID "+string(uid), cause.NotReady,
 			"cannot release the devices that NVIDIA's DRA driver prepared for it, because the hardware is not scanned yet: %s", s.Reason)
@@ -108,7 +96,7 @@ func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
 			gpus[g.WholeName()] = g
 		}
 	}
-	err = m.opts.Locks.WithLocks(ctx, uid, slices.Collect(maps.Keys(gpus)), func(ctx context.Context) error {
+	err = m.opts.WithLocks(ctx, uid, slices.Collect(maps.Keys(gpus)), func(ctx context.Context) error {
 		return m.release(ctx, c, s, gpus)
 	})
 	if err != nil {
@@ -117,7 +105,7 @@ func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
 	m.opts.Reports.Repaired(prepare.Repair{
 		Kind: "predecessor-claim", What: "Released the devices of a claim that NVIDIA's DRA driver prepared", Object: c.String(),
 	})
-	m.opts.Node.Update()
+	m.opts.Update()
 	return nil
 }
 

@@ -99,7 +99,7 @@ func (n *node) migrator(t *testing.T) (m *migrate.Migrator, spec string) {
 		t.Fatal(err)
 	}
 	return migrate.New(migrate.Options{
-		CDIRoot: root, Checkpoint: n, Inventory: n, Locks: n, GPUs: n, Reports: n, Node: n,
+		CDIRoot: root, Checkpoint: n, Snapshot: n.Snapshot, WithLocks: n.WithLocks, GPUs: n, Reports: n, Update: n.Update,
 	}), spec
 }
 

@@ -10,30 +10,21 @@ import (
 // CodeDevicePlugin is the code of the condition that DevicePlugin reports, and its source.
 const CodeDevicePlugin = "device-plugin"
 
-// DevicePluginEvents writes a warning on the Node if the state differs from that of the last call.
-type DevicePluginEvents interface {
-	WarnOnChange(reason, state, message string)
-}
-
-// DevicePluginMetrics shows whether NVIDIA's device plugin offers the node's GPUs.
-type DevicePluginMetrics interface {
-	DevicePlugin(there bool)
-}
-
 // DevicePlugin detects NVIDIA's device plugin by its resources in the Node's capacity. Neither the
 // device plugin nor this driver knows the other's allocations, so both may give out the same GPU.
 // Extended resources of a DeviceClass do not count: they are not in a Node's capacity.
 type DevicePlugin struct {
-	refuse  bool
-	node    *Node
-	events  DevicePluginEvents
-	metrics DevicePluginMetrics
+	refuse       bool
+	node         *Node
+	warnOnChange func(reason, state, message string)
+	found        func(there bool)
 }
 
 // NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
-// plugin runs on it.
-func NewDevicePlugin(refuse bool, n *Node, e DevicePluginEvents, m DevicePluginMetrics) *DevicePlugin {
-	return &DevicePlugin{refuse: refuse, node: n, events: e, metrics: m}
+// plugin runs on it. warnOnChange writes a warning on the Node if the state differs from that of
+// the last call. found shows in the metrics whether the device plugin offers the node's GPUs.
+func NewDevicePlugin(refuse bool, n *Node, warnOnChange func(reason, state, message string), found func(there bool)) *DevicePlugin {
+	return &DevicePlugin{refuse, n, warnOnChange, found}
 }
 
 // Observe looks for the device plugin's resources in node, which is the newest version of the Node.
@@ -45,7 +36,7 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 		}
 	}
 	slices.Sort(offered)
-	c.metrics.DevicePlugin(len(offered) > 0)
+	c.found(len(offered) > 0)
 	message := ""
 	if len(offered) > 0 {
 		message = "NVIDIA's device plugin also offers this node's GPUs (" + strings.Join(offered, ", ") +
@@ -62,7 +53,7 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 	case c.refuse:
 		c.node.Report(Condition{Source: CodeDevicePlugin, Code: CodeDevicePlugin, Message: message})
 	}
-	c.events.WarnOnChange("DevicePlugin", message, message)
+	c.warnOnChange("DevicePlugin", message, message)
 }
 
 func isDevicePluginResource(name string) bool {

@@ -32,7 +32,7 @@ func TestDevicePluginConflict(t *testing.T) {
 	}
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
 		said, node := &devicePluginReports{}, newWorld(ready(first)).start()
-		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said, said)
+		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said.WarnOnChange, said.DevicePlugin)
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool

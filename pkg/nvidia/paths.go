@@ -45,8 +45,6 @@ type Paths struct {
 	// Cgroups is the mount point of cgroup v2, which is the same for the plugin and the host. If it
 	// is empty, the plugin does not detect whether the driver limits memory by cgroup.
 	Cgroups string `json:"cgroups,omitempty"`
-	// CharDir is the host's /dev/char, or empty to make no links there.
-	CharDir string `json:"charDir,omitempty"`
 	// HookPath is the path of nvidia-cdi-hook on the host.
 	HookPath string `json:"hookPath"`
 	// LdconfigPath is the path of ldconfig on the host, which a hook runs for each container. Empty

@@ -20,7 +20,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -190,7 +189,7 @@ func TestCallsQueueBehindClaimWaitingForGPU(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				w := newWorld(t)
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+				other, err := p.Locks.Acquire(t.Context(), gpu0)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -230,7 +229,7 @@ func TestClaimWaitingForGPUBlocksNoOther(t *testing.T) {
 		w := newWorld(t)
 		withMPS(w)
 		p := w.plugin(t)
-		hanging, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu1)...)
+		hanging, err := p.Locks.Acquire(t.Context(), gpu1)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -369,7 +368,7 @@ func TestPrepareRereadsClaimAfterWait(t *testing.T) {
 				w := newWorld(t)
 				w.readClaim = func() (*resourceapi.ResourceClaim, error) { return c.claim, c.err }
 				p := w.plugin(t)
-				other, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(same.UID))
+				other, err := p.Locks.Acquire(t.Context(), string(same.UID))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -381,6 +380,9 @@ func TestPrepareRereadsClaimAfterWait(t *testing.T) {
 				synctest.Wait() // until Prepare waits for the lock
 				other.Release()
 				err = <-done
+				if err != nil && strings.Contains(err.Error(), "the kubelet retries") && cause.Of(err) == cause.Claim {
+					t.Errorf("a retry helps, but the claim is blamed: %v", err)
+				}
 				if c.says == "" && err != nil || c.says != "" && (err == nil || !strings.Contains(err.Error(), c.says)) {
 					t.Error(err)
 				}
@@ -450,7 +452,7 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
 		p := w.plugin(t)
-		other, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+		other, err := p.Locks.Acquire(t.Context(), gpu0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -474,12 +476,12 @@ func TestCallCanceledWhileWaitingChangesNothing(t *testing.T) {
 func TestLockWaitEndsWithTheCall(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
-	claims, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock("uid-a"))
+	claims, err := p.Locks.Acquire(t.Context(), "uid-a")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer claims.Release()
-	gpus, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+	gpus, err := p.Locks.Acquire(t.Context(), gpu0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,7 +25,7 @@ const conflictPoll = 50 * time.Millisecond
 // cannot exist together with it. If sameAllocation is true, the claim was prepared with the same
 // devices before. The caller holds the GPUs' locks.
 func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
-	entries, err := p.node.Records.ListForGPUs(pl.record.GPUs()...)
+	entries, err := p.node.Records.List()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
@@ -127,11 +127,11 @@ func sharesDifferently(d checkpoint.Device, holder checkpoint.Record) bool {
 // version of the driver, and counts as occupying the whole GPU.
 func findConflict(req deviceRequest, occupied []string) (string, bool) {
 	i := slices.IndexFunc(occupied, func(h string) bool {
-		name, known := device.ParseName(h)
-		if !known {
-			return h == req.name.GPU || strings.HasPrefix(h, req.name.GPU+"-")
+		if h != req.name.GPU && !strings.HasPrefix(h, req.name.GPU+"-") {
+			return false
 		}
-		return name.GPU == req.name.GPU && device.Conflict(req.name, name, req.gpu)
+		name, known := device.ParseName(h)
+		return !known || device.Conflict(req.name, name, req.gpu)
 	})
 	if i < 0 {
 		return "", false

@@ -184,8 +184,8 @@ func (req *deviceRequest) findIntact(d checkpoint.Device, instances []device.Ins
 		return ok
 	}
 	for _, in := range instances {
-		// The UUID alone is no proof. It is computed from the card and the IDs of the GPU instance and
-		// the compute instance. MIG instances of another profile may get the same IDs.
+		// The UUID alone is no proof: an instance of another profile may have the ID and the place on the
+		// chip from which it is computed.
 		if c, ok := in.Part(*req.name.Partition); ok && c.UUID == d.MIGUUID {
 			req.existing = &partition{in, c}
 			return true

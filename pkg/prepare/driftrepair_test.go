@@ -4,16 +4,16 @@
 package prepare_test
 
 import (
-	"fmt"
 	"strings"
 	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"tags.cncf.io/container-device-interface/specs-go"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -41,6 +41,32 @@ func TestSpecNamesNewDeviceNodeAfterDriverReload(t *testing.T) {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") {
+		t.Errorf("the spec is %s", spec)
+	}
+}
+
+// A driver reload gives capability device nodes another number. The old number in a claim with
+// admin access could be that of another driver's device.
+func TestRecordedSpecHasCurrentNumbers(t *testing.T) {
+	w := newWorld(t)
+	monitor := &specs.DeviceNode{Path: "/dev/monitor", Type: "c", Major: 511, Minor: 2}
+	plugin := func() *plugin {
+		p := w.plugin(t)
+		p.OnMonitor = func() specs.ContainerEdits {
+			return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{monitor}}
+		}
+		return p
+	}
+	mustPrepare(t, plugin(), newClaim("a", admin("r", gpu1)))
+	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "511") {
+		t.Fatal(spec)
+	}
+	monitor = &specs.DeviceNode{Path: "/dev/monitor", Type: "c", Major: 507, Minor: 2}
+	w.snapshot.Node.GPUs = nil
+	if err := plugin().RepairAllSpecs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if spec := w.specs.of("uid-a"); strings.Contains(spec, "511") || !strings.Contains(spec, "507") {
 		t.Errorf("the spec is %s", spec)
 	}
 }
@@ -150,23 +176,7 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 // Four claims are busy in another call. The test expects that they do not delay the repair of a
 // fifth claim's CDI spec, because restarting containers need their specs.
 func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
-	w := newWorld(t)
-	withMIG(w)
-	for start := range 4 {
-		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
-	}
-	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
-	w.scan()
-	w.specs.clear()
-	synctest.Test(t, func(t *testing.T) {
-		p := w.plugin(t)
-		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(newClaim(fmt.Sprint(start)).UID))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer held.Release()
-		}
+	withBusyClaims(t, func(t *testing.T, w *world, p *plugin) {
 		start := time.Now()
 		go func() {
 			<-time.After(recoverWait / 2)

@@ -3,7 +3,6 @@ package prepare
 import (
 	"context"
 	"errors"
-	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -12,26 +11,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// Every call locks a claim first and then its GPUs.
-
-// ClaimLock returns the name of a claim's lock. All claims share one lock file.
-func ClaimLock(uid types.UID) lock.Name { return lock.Name{File: "claims", Part: string(uid)} }
-
-// GPULocks returns the names of the locks of the named GPUs, sorted and without duplicates. Each
-// GPU has its own lock file.
-func GPULocks(gpus ...string) []lock.Name {
-	gpus = slices.Clone(gpus)
-	slices.Sort(gpus)
-	names := make([]lock.Name, 0, len(gpus))
-	for _, g := range slices.Compact(gpus) {
-		names = append(names, lock.Name{File: g})
-	}
-	return names
-}
+// Every call locks a claim first and then its GPUs. A claim's lock is named by its UID, a GPU's by
+// the GPU's name.
 
 // LockClaim locks a claim.
 func (p *Preparer) LockClaim(ctx context.Context, uid types.UID) (*lock.Guard, error) {
-	guard, err := p.opts.Locks.Acquire(ctx, ClaimLock(uid))
+	guard, err := p.opts.Locks.Acquire(ctx, string(uid))
 	if err != nil {
 		return nil, LockError("another call for the same claim is still running", err)
 	}
@@ -40,7 +25,7 @@ func (p *Preparer) LockClaim(ctx context.Context, uid types.UID) (*lock.Guard, e
 
 // LockGPUs locks the GPUs for the caller who has the claim's lock.
 func LockGPUs(ctx context.Context, guard *lock.Guard, gpus ...string) error {
-	if err := guard.Add(ctx, GPULocks(gpus...)...); err != nil {
+	if err := guard.Add(ctx, gpus...); err != nil {
 		return LockError("another claim is being prepared or unprepared on the same GPU", err)
 	}
 	return nil

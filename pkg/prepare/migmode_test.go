@@ -14,7 +14,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
@@ -157,7 +156,7 @@ func TestDisableUnusedMIGMode(t *testing.T) {
 		}), false, false},
 		"a call works on the GPU": {prepareThen(func(t *testing.T, _ *world, _ *hardware, p *plugin) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+			held, err := p.Locks.Acquire(t.Context(), gpu0)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -5,7 +5,6 @@ package prepare_test
 
 import (
 	"errors"
-	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -112,7 +111,7 @@ func TestInstancesAfterRebootAreForeign(t *testing.T) {
 		w := newWorld(t)
 		h := withMIG(w)
 		if unfinished {
-			h.fault = func(call int, after bool) error { return killProcess(w, after && call == 4) }
+			killAfter.arm(w, 4)
 			_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
 			h.fault = nil
 		} else {
@@ -177,10 +176,9 @@ func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
-	h.fault = func(call int, after bool) error { return killProcess(w, !after && call == 3) }
+	killBefore.arm(w, 3)
 	_, _ = w.plugin(t).Prepare(t.Context(), newClaim("c", allocated("a", small0)))
-	h.fault = nil
-	w.disk.Restart()
+	killBefore.end(w)
 	theirs := h.createForeign(t, gpu0, 19, 0)
 	w.scan()
 	p := w.plugin(t)
@@ -334,16 +332,7 @@ func TestUnreadableRecordWithoutDevicesOwnsAll(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	var results []result
-	for _, gpu := range []string{gpu0, gpu1} {
-		for start := range 6 {
-			results = append(results, allocated(fmt.Sprint(gpu, start), fmt.Sprintf("%s-mig-19-%d", gpu, start)))
-		}
-	}
-	mustPrepare(t, p, newClaim("large", results...))
-	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
-		t.Fatalf("the test needs another record: %q", r)
-	}
+	mustPrepareLarge(t, w, p)
 	w.disk.Put(recordFile(t, w, "uid-large"), []byte("{"))
 	all, theirs, err := p.ForeignInstances(t.Context(), h.card(t, gpu0), gpu0)
 	if err != nil || len(all) != 6 || len(theirs) != 0 {

@@ -16,7 +16,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -356,7 +355,7 @@ func TestDaemonOfUnreadableRecordIsLeftAlone(t *testing.T) {
 	mustUnprepare(t, p, part1.UID)
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
-		held, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+		held, err := p.Locks.Acquire(t.Context(), gpu0)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -5,7 +5,6 @@ package prepare_test
 
 import (
 	"errors"
-	"fmt"
 	"strings"
 	"testing"
 
@@ -84,16 +83,7 @@ func TestClaimWithMorePartitionsThanAFileNameFits(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	p := w.plugin(t)
-	var results []result
-	for _, gpu := range []string{gpu0, gpu1} {
-		for start := range 6 {
-			results = append(results, allocated(fmt.Sprint(gpu, start), fmt.Sprintf("%s-mig-19-%d", gpu, start)))
-		}
-	}
-	mustPrepare(t, p, newClaim("large", results...))
-	if r := w.records(); len(r) != 1 || r[0] != "uid-large_all.json" {
-		t.Fatalf("the test needs another record: %q", r)
-	}
+	mustPrepareLarge(t, w, p)
 	mustPrepare(t, p, newClaim("rest", allocated("r", neighbor)))
 	if _, err := p.Prepare(t.Context(), newClaim("more", allocated("r", large4))); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "-mig-19-4") {

@@ -137,7 +137,7 @@ func (req deviceRequest) partition() (*partition, error) {
 			return &partition{*m.Instance, m.Instance.Compute[0]}, nil
 		}
 	}
-	return nil, cause.Errorf(cause.Device, "device %s does not exist now: the kubelet retries", req.name)
+	return nil, cause.Errorf(cause.NotReady, "device %s does not exist now: the kubelet retries", req.name)
 }
 
 // deviceUUID returns the UUID of the claim's device with this name. The parameter has no share

@@ -36,6 +36,9 @@ const readClaimTime = 5 * time.Second
 // Without this wait the kubelet would retry only after ten seconds or more.
 func (p *Preparer) Prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
 	devices, err := p.prepare(ctx, snapshot, c, false)
+	if err == nil {
+		return devices, nil
+	}
 	if cause.Of(err) == cause.Held {
 		devices, err = p.prepareAfterConflict(ctx, c, err)
 	}
@@ -154,7 +157,7 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 		return err
 	}
 	if !equality.Semantic.DeepEqual(before, after) {
-		return cause.Errorf(cause.Claim, "the claim's allocation changed while this call waited: the kubelet retries")
+		return cause.Errorf(cause.Canceled, "the claim's allocation changed while this call waited: the kubelet retries")
 	}
 	return nil
 }
@@ -309,7 +312,10 @@ func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
 		return cause.Wrap(cause.Record, err)
 	}
 	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.node.BootID, stored
-	return cause.Wrap(cause.Record, p.node.Records.Save(r))
+	if err := p.node.Records.Save(r); err != nil {
+		return cause.Wrap(cause.Record, err)
+	}
+	return nil
 }
 
 // kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the

@@ -277,14 +277,17 @@ func TestFullDiskFailsAndLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestLockFileErrorIsNotReportedAsAWait(t *testing.T) {
+func TestBrokenLockFileBlamesNoOtherCall(t *testing.T) {
 	w := newWorld(t)
 	p := w.plugin(t)
-	if err := os.RemoveAll(w.locks); err != nil {
-		t.Fatal(err)
-	}
+	w.breakLocks(t)
 	_, err := p.Prepare(t.Context(), newClaim("a", allocated("r", gpu0)))
-	if cause.Of(err) != cause.Record || strings.Contains(err.Error(), "under way") || strings.Contains(err.Error(), "another instance") {
-		t.Errorf("%s: %v", cause.Of(err), err)
+	switch {
+	case cause.Of(err) != cause.Record:
+		t.Errorf("the cause is %q: %v", cause.Of(err), err)
+	case !strings.Contains(err.Error(), w.locks):
+		t.Errorf("%v does not name %s", err, w.locks)
+	case strings.Contains(err.Error(), "another call"):
+		t.Errorf("%v blames another call", err)
 	}
 }

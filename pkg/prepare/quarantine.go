@@ -81,7 +81,7 @@ func (p *Preparer) LeaveSharedSteps(ctx context.Context, uid types.UID) error {
 	if len(list) == 0 {
 		return nil
 	}
-	locks, err := p.opts.Locks.Acquire(ctx, GPULocks(gpus...)...)
+	locks, err := p.opts.Locks.Acquire(ctx, gpus...)
 	if err != nil {
 		return LockError("another claim is being prepared or unprepared on the same GPU", err)
 	}

@@ -110,7 +110,7 @@ func TestReconcileReportsSkippedClaims(t *testing.T) {
 		"nothing is wrong": {func(*testing.T, *world, *plugin) {}, nil},
 		"a call is in flight": {func(t *testing.T, _ *world, p *plugin) {
 			t.Helper()
-			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock("uid-c"))
+			held, err := p.Locks.Acquire(t.Context(), "uid-c")
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -176,32 +176,31 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	}
 }
 
-// lockedOperations are operations that wait for a lock, each with the name of the lock's file.
+// lockedOperations are operations that wait for a lock.
 var lockedOperations = map[string]struct {
-	file string
 	call func(*testing.T, *world, *plugin) error
 	said string // part of the error while another call has the lock
 }{
-	"reconcile a claim": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
+	"reconcile a claim": {func(t *testing.T, _ *world, p *plugin) error {
 		return p.Reconcile(t.Context())
 	}, ""},
-	"unprepare an orphan": {claimLocks, func(t *testing.T, _ *world, p *plugin) error {
+	"unprepare an orphan": {func(t *testing.T, _ *world, p *plugin) error {
 		_, err := p.UnprepareOrphan(t.Context(), "uid-c", confirmAlways)
 		return err
 	}, ""},
-	"remove the spec of a recordless claim": {claimLocks, func(t *testing.T, w *world, p *plugin) error {
+	"remove the spec of a recordless claim": {func(t *testing.T, w *world, p *plugin) error {
 		if err := w.specs.WriteClaim("uid-dead", nil); err != nil {
 			t.Fatal(err)
 		}
 		return p.Reconcile(t.Context())
 	}, ""},
-	"restore shared state without holders": {gpu0, func(t *testing.T, _ *world, p *plugin) error {
+	"restore shared state without holders": {func(t *testing.T, _ *world, p *plugin) error {
 		if err := p.Records.SaveHolder(checkpoint.Holder{Key: steps.SharedKey(gpu0, steps.TimeSliceKind), GPUs: []string{gpu0}}); err != nil {
 			t.Fatal(err)
 		}
 		return p.Reconcile(t.Context())
 	}, "a claim is being prepared or unprepared"},
-	"stop a leftover daemon": {gpu0, func(t *testing.T, w *world, p *plugin) error {
+	"stop a leftover daemon": {func(t *testing.T, w *world, p *plugin) error {
 		w.daemons.running[gpu0] = mps.Daemon{ID: gpu0}
 		return p.Reconcile(t.Context())
 	}, "a claim is being prepared or unprepared"},
@@ -214,9 +213,9 @@ func TestReconcileReportsLockErrors(t *testing.T) {
 			withMPS(w)
 			p := w.plugin(t)
 			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
-			path := w.breakLock(t, c.file)
-			if err := c.call(t, w, p); err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "no such file") {
-				t.Errorf("want an error that names %s and the cause, got %v", path, err)
+			w.breakLocks(t)
+			if err := c.call(t, w, p); err == nil || !strings.Contains(err.Error(), w.locks) || !strings.Contains(err.Error(), "no such file") {
+				t.Errorf("want an error that names %s and the cause, got %v", w.locks, err)
 			}
 		})
 	}
@@ -233,8 +232,7 @@ func TestReconcileSkipsClaimWithCallInFlight(t *testing.T) {
 			mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", gpu0)))
 			synctest.Test(t, func(t *testing.T) {
 				p := w.plugin(t)
-				held, err := p.Locks.Acquire(t.Context(),
-					append(prepare.GPULocks(gpu0), prepare.ClaimLock("uid-c"), prepare.ClaimLock("uid-dead"))...)
+				held, err := p.Locks.Acquire(t.Context(), gpu0, "uid-c", "uid-dead")
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -279,7 +277,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 				c.slow.hardware = h
 				p.with(func(n *steps.Node) { n.Partitions = &c.slow })
 				if c.busy {
-					held, err := p.Locks.Acquire(t.Context(), prepare.GPULocks(gpu0)...)
+					held, err := p.Locks.Acquire(t.Context(), gpu0)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -467,7 +465,7 @@ func TestOrphanWithCallInFlightIsSkipped(t *testing.T) {
 		p := w.plugin(t)
 		c := newClaim("c", allocated("r", gpu0))
 		mustPrepare(t, p, c)
-		held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(c.UID))
+		held, err := p.Locks.Acquire(t.Context(), string(c.UID))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -51,7 +50,6 @@ func TestRemovedSpecsAreRestored(t *testing.T) {
 func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
 	w := newWorld(t)
 	w.specs.claims["uid-leftover"] = "a spec"
-	leaveLockFile(t, w, "killed")
 	if err := w.plugin(t).Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -88,22 +86,7 @@ func TestRecoverReadsNoHardware(t *testing.T) {
 // starts. Recover must wait for these claims at the same time, because the kubelet waits for
 // Recover.
 func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
-	w := newWorld(t)
-	withMIG(w)
-	for start := range 4 {
-		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start))))
-	}
-	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
-	w.specs.clear()
-	synctest.Test(t, func(t *testing.T) {
-		p := w.plugin(t)
-		for start := range 4 {
-			held, err := p.Locks.Acquire(t.Context(), prepare.ClaimLock(newClaim(fmt.Sprint(start)).UID))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer held.Release()
-		}
+	withBusyClaims(t, func(t *testing.T, w *world, p *plugin) {
 		start := time.Now()
 		if err := p.Recover(t.Context()); err != nil {
 			t.Error(err)
@@ -114,6 +97,32 @@ func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
 		if w.specs.of("uid-z") == nothing {
 			t.Error("an idle claim has no spec")
 		}
+	})
+}
+
+// withBusyClaims runs a test with a new plugin process on a node that has lost all CDI specs.
+// Another call has the locks of the four claims for partitions of gpu0, but not that of claim z.
+func withBusyClaims(t *testing.T, test func(t *testing.T, w *world, p *plugin)) {
+	t.Helper()
+	w := newWorld(t)
+	withMIG(w)
+	var busy []string
+	for start := range 4 {
+		c := newClaim(fmt.Sprint(start), allocated("r", fmt.Sprintf("%s-mig-19-%d", gpu0, start)))
+		mustPrepare(t, w.plugin(t), c)
+		busy = append(busy, string(c.UID))
+	}
+	mustPrepare(t, w.plugin(t), newClaim("z", allocated("r", gpu1)))
+	w.scan()
+	w.specs.clear()
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		held, err := p.Locks.Acquire(t.Context(), busy...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer held.Release()
+		test(t, w, p)
 	})
 }
 

@@ -224,9 +224,7 @@ func TestReallocatedClaimLeavesSharedState(t *testing.T) {
 	if d := w.daemons.running; len(d) != 1 || d[share0].ID == "" || h.of(t, gpu1).ComputeMode != device.ComputeDefault {
 		t.Errorf("the daemons are %v", d)
 	}
-	mustUnprepare(t, p, part2.UID)
-	checkSharedState(t, w, h, p, device.TimeSliceDefault)
-	checkClean(t, w)
+	mustLeave(t, w, h, p, device.TimeSliceDefault, part2)
 }
 
 func TestRePrepareWithUnreadableRecordJoinsAgain(t *testing.T) {
@@ -238,8 +236,5 @@ func TestRePrepareWithUnreadableRecordJoinsAgain(t *testing.T) {
 	w.disk.Put(recordFile(t, w, "uid-c"), nil)
 	mustPrepare(t, p, part1)
 	checkSharedState(t, w, h, p, device.TimeSliceDefault)
-	mustUnprepare(t, p, part2.UID)
-	mustUnprepare(t, p, part1.UID)
-	checkSharedState(t, w, h, p, device.TimeSliceDefault)
-	checkClean(t, w)
+	mustLeave(t, w, h, p, device.TimeSliceDefault, part2, part1)
 }

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 
+	"tags.cncf.io/container-device-interface/specs-go"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
@@ -103,8 +105,24 @@ func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) e
 	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
 		return nil
 	}
-	if err := steps.ApplyAll(ctx, steps.NewEnv(p.node, &r, list), steps.Of[*steps.ClaimSpec](list)); err != nil {
+	claimSpecs := steps.Of[*steps.ClaimSpec](list)
+	for _, s := range claimSpecs {
+		renumber(s, p.opts.Edits.Monitor().DeviceNodes)
+	}
+	if err := steps.ApplyAll(ctx, steps.NewEnv(p.node, &r, list), claimSpecs); err != nil {
 		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
 	return nil
+}
+
+// renumber gives the device nodes of a recorded spec their current numbers. A driver reload changes
+// them, and the old number may belong to another driver now.
+func renumber(s *steps.ClaimSpec, current []*specs.DeviceNode) {
+	for _, d := range s.Devices {
+		for i, n := range d.Edits.DeviceNodes {
+			if at := slices.IndexFunc(current, func(c *specs.DeviceNode) bool { return c.Path == n.Path }); at >= 0 {
+				d.Edits.DeviceNodes[i] = current[at]
+			}
+		}
+	}
 }

@@ -3,8 +3,6 @@
 package prepare_test
 
 import (
-	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -21,15 +19,7 @@ type sharingScene struct {
 	name   string
 	claims []*resourceapi.ResourceClaim
 	before func(*testing.T, *world, *plugin)
-	call   func(*testing.T, *plugin) error
-}
-
-func prepares(c *resourceapi.ResourceClaim) func(*testing.T, *plugin) error {
-	return func(t *testing.T, p *plugin) error { _, err := p.Prepare(t.Context(), c); return err }
-}
-
-func unprepares(c *resourceapi.ResourceClaim) func(*testing.T, *plugin) error {
-	return func(t *testing.T, p *plugin) error { return p.Unprepare(t.Context(), c.UID) }
+	call   call
 }
 
 func withPrepared(claims ...*resourceapi.ResourceClaim) func(*testing.T, *world, *plugin) {
@@ -67,10 +57,7 @@ func sharingScenes() []sharingScene {
 		all = append(all,
 			sharingScene{s.name + ": first", alone, withPrepared(), prepares(s.first)},
 			sharingScene{s.name + ": last leaves", alone, withPrepared(s.first), unprepares(s.first)},
-			sharingScene{s.name + ": reconcile", alone, withRestart(s.first), func(t *testing.T,
-				p *plugin) error {
-				return p.Reconcile(t.Context())
-			}},
+			sharingScene{s.name + ": reconcile", alone, withRestart(s.first), reconciles},
 		)
 		if s.next == nil {
 			continue
@@ -127,14 +114,7 @@ func checkClaimsGoOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.
 	}
 	checkSharedState(t, w, h, p, found)
 	checkRecordsMatchHardware(t, w, h, p, nil)
-	for _, c := range claims {
-		mustUnprepare(t, p, c.UID)
-		checkSharedState(t, w, h, p, found)
-	}
-	checkClean(t, w)
-	if left := w.holders(); len(left) != 0 {
-		t.Errorf("holders left: %q", left)
-	}
+	mustLeave(t, w, h, p, found, claims...)
 	mustPrepare(t, p, newClaim("whole", allocated("a", gpu0), allocated("b", gpu1)))
 }
 
@@ -148,79 +128,71 @@ func forEachScene(t *testing.T, test func(*testing.T, sharingScene)) {
 	}
 }
 
+// begin returns an attempt of the scene's call, after which all claims must go on.
+func (s sharingScene) begin(t *testing.T) attempt {
+	t.Helper()
+	w, h, p, found := interruptedScene(t, s)
+	boot := w.bootID
+	return attempt{w, s.call.on(t, p), func(t *testing.T) {
+		if w.bootID != boot {
+			found = device.TimeSliceDefault
+		}
+		checkClaimsGoOn(t, w, h, s.claims, found)
+	}}
+}
+
 func TestSharedStateIsRestoredAfterFailedCalls(t *testing.T) {
 	forEachScene(t, func(t *testing.T, s sharingScene) {
+		least := 1
+		if strings.Contains(s.name, "first leaves") {
+			least = 0 // what other claims hold stays as it is
+		}
 		// The test does not kill the plugin right before a call, because that equals killing it after the
 		// previous disk write.
-		for _, name := range []string{"an error", "a lost answer", "kill -9 after"} {
-			fault := faults[name]
-			for n := 1; ; n += stride() {
-				w, h, p, found := interruptedScene(t, s)
-				reached := false
-				h.fault = func(call int, after bool) error {
-					if call != n {
-						return nil
-					}
-					reached = true
-					return fault(w, after)
-				}
-				err := s.call(t, p)
-				if !reached {
-					if err != nil || n == 1 && !strings.Contains(s.name, "first leaves") {
-						t.Fatalf("%s, %s: %d calls: %v", s.name, name, n-1, err)
-					}
-					break
-				}
-				t.Run(fmt.Sprintf("%s at call %d", name, n), func(t *testing.T) {
-					w.disk.Restart()
-					checkClaimsGoOn(t, w, h, s.claims, found)
-				})
-			}
+		for _, interrupted := range []interruption{failedCall, lostAnswer, killAfter} {
+			interrupted.everywhere(t, least, s.begin)
 		}
 	})
 }
 
-func TestSharedStateIsRestoredAfterProcessDeath(t *testing.T) {
+func TestSharedStateIsRestoredAfterFailedWrites(t *testing.T) {
 	forEachScene(t, func(t *testing.T, s sharingScene) {
-		for name, end := range deaths {
-			for n := 1; ; n += stride() {
-				w, h, p, found := interruptedScene(t, s)
-				w.disk.StopAt(n)
-				err := s.call(t, p)
-				if !w.disk.Stopped() {
-					if err != nil || n < 6 && !strings.Contains(s.name, "reconcile") && !strings.Contains(s.name, "again") {
-						t.Fatalf("%s, %s: %d writes: %v", s.name, name, n, err)
-					}
-					break
-				}
-				t.Run(fmt.Sprintf("%s at write %d", name, n), func(t *testing.T) {
-					end(w)
-					if name == "power cut" {
-						found = device.TimeSliceDefault
-					}
-					checkClaimsGoOn(t, w, h, s.claims, found)
-				})
-			}
+		least := 5
+		if strings.Contains(s.name, "reconcile") || strings.Contains(s.name, "again") {
+			least = 0 // the records stay as they are
+		}
+		for _, interrupted := range atWrites {
+			interrupted.everywhere(t, least, s.begin)
 		}
 	})
 }
 
-func TestSharedStateSurvivesOneDiskFailure(t *testing.T) {
-	forEachScene(t, func(t *testing.T, s sharingScene) {
-		if strings.HasPrefix(s.name, "a plain share") {
-			return // writes the same files as the scenes of one claim with time slices
-		}
-		for n := 1; ; n += stride() {
-			w, h, p, found := interruptedScene(t, s)
-			w.disk.FailAt(n, errors.New("no space left"))
-			_ = s.call(t, p)
-			if w.disk.Writes() < n {
-				break
-			}
-			t.Run(fmt.Sprintf("write %d", n), func(t *testing.T) {
-				w.disk.Restart()
-				checkClaimsGoOn(t, w, h, s.claims, found)
+// The plugin dies in one claim's Prepare or Unprepare. Prepare of another claim that shares the
+// same setting, daemon or partition must succeed, even if no Reconcile ran in between.
+func TestPrepareJoinsAfterCrashWithoutReconcile(t *testing.T) {
+	for _, c := range []struct {
+		name        string
+		first, next *resourceapi.ResourceClaim
+	}{{"a fraction", part1, part2}, {"a fraction of a partition", migPart1, migPart2}, {"a plain share", long1, long2}} {
+		both := []*resourceapi.ResourceClaim{c.next, c.first}
+		for _, s := range []sharingScene{
+			{c.name + ": first", both, withPrepared(), prepares(c.first)},
+			{c.name + ": last leaves", both, withPrepared(c.first), unprepares(c.first)},
+		} {
+			t.Run(s.name, func(t *testing.T) {
+				for _, death := range []interruption{killBefore, killAfter, killAtWrite} {
+					death.everywhere(t, 1, func(t *testing.T) attempt {
+						a := s.begin(t)
+						goOn := a.check
+						a.check = func(t *testing.T) {
+							mustPrepare(t, a.plugin(t), c.next)
+							a.scan()
+							goOn(t)
+						}
+						return a
+					})
+				}
 			})
 		}
-	})
+	}
 }

@@ -22,8 +22,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
@@ -243,8 +241,8 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 	for _, c := range []struct {
 		claim *resourceapi.ResourceClaim
-		lock  lock.Name
-	}{{part1, lock.Name{File: gpu0}}, {grouped, prepare.ClaimLock(grouped.UID)}} {
+		lock  string
+	}{{part1, gpu0}, {grouped, string(grouped.UID)}} {
 		w := newWorld(t)
 		withMPS(w)
 		mustPrepare(t, w.plugin(t), c.claim)
@@ -315,14 +313,7 @@ func TestSharedStateOfEarlierVersionsIsUsable(t *testing.T) {
 					for _, c := range s.claims {
 						mustPrepare(t, p, c)
 					}
-					for _, c := range s.claims {
-						mustUnprepare(t, p, c.UID)
-						checkSharedState(t, w, h, p, found)
-					}
-					checkClean(t, w)
-					if left := w.holders(); len(left) != 0 {
-						t.Errorf("left: %q", left)
-					}
+					mustLeave(t, w, h, p, found, s.claims...)
 				})
 			}
 		}

@@ -37,9 +37,9 @@ func TestAdminAccessKeepsNoUnhealthyDevice(t *testing.T) {
 			t.Fatal(err)
 		}
 		u := newPublishingNode(t, fakeapi.New(), s)
-		u.publisher.claims = recordsOnDisk{u.records, ledger.New(records, "boot", u.inv)}
+		u.publisher.opts.Claims = recordsOnDisk{u.records, ledger.New(records, "boot", u.inv)}
 		u.health.view = viewWithXIDs(t, time.Now(), s, 79)
-		marked, _ := u.publisher.withTaints(offer{slices: all, snapshot: s})
+		marked := (&publication{Publisher: u.publisher, offer: offer{slices: all, snapshot: s}}).mark(t.Context())
 		var names []string
 		for _, d := range marked[0].Devices {
 			names = append(names, d.Name)

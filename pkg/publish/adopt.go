@@ -10,7 +10,6 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/rollout"
 )
 
@@ -24,7 +23,7 @@ func (p *Publisher) newRollout(
 ) (_ *rollout.Rollout, first []resourceslice.Slice) {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	stored, err := p.listSlices(ctx)
+	stored, err := p.cluster.Slices(ctx)
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Failed to list the ResourceSlices of an earlier instance; the controller will replace them", "err", err)
 	}
@@ -37,17 +36,12 @@ func (p *Publisher) newRollout(
 	return r, first
 }
 
-// listSlices returns this node's slices from the API server.
-func (p *Publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
-	return APIServer{Client: p.client, Driver: device.DriverName, Node: p.nodeName}.Slices(ctx)
-}
-
 // adoptSlices returns the slices that an earlier plugin instance published for this node. It
 // returns none if they are not a complete pool, because the scheduler ignores incomplete pools.
 func (p *Publisher) adoptSlices(ctx context.Context) ([]resourceslice.Slice, error) {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	stored, err := p.listSlices(ctx)
+	stored, err := p.cluster.Slices(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -1,8 +1,12 @@
 package publish
 
 import (
+	"cmp"
 	"context"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/discovery"
 )
 
 // versionInterval is how often the publisher reads the API server's version, because another
@@ -12,19 +16,12 @@ const versionInterval = 5 * time.Minute
 // waitForFeatures asks the API server which fields it keeps, until there is an answer. Without the
 // answer the publisher could publish a whole GPU and its partitions to a server that drops the
 // counters between them. known is false if the context ended.
-func (p *Publisher) waitForFeatures(ctx context.Context) (_ Features, known bool) {
-	pause := time.Second
-	for {
-		if f, ok := p.probe(ctx); ok {
-			return f, true
-		}
-		select {
-		case <-ctx.Done():
-			return Features{}, false
-		case <-time.After(pause):
-		}
-		pause = min(2*pause, 30*time.Second)
-	}
+func (p *Publisher) waitForFeatures(ctx context.Context) (f Features, known bool) {
+	_ = apiRetries().DelayFunc().Until(ctx, true, true, func(ctx context.Context) (done bool, _ error) {
+		f, known = p.probe(ctx)
+		return known, nil
+	})
+	return f, known
 }
 
 // probe asks the API server once which fields it keeps. After a failure it reports the error, and
@@ -32,7 +29,7 @@ func (p *Publisher) waitForFeatures(ctx context.Context) (_ Features, known bool
 func (p *Publisher) probe(ctx context.Context) (_ Features, ok bool) {
 	callCtx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	f, rejected, err := probeFeatures(callCtx, p.client, p.nodeName)
+	f, rejected, err := probeFeatures(callCtx, p.opts.Client, p.opts.NodeName)
 	if err == nil {
 		logFeatures(ctx, p.lastFeatures, f, rejected)
 		p.lastFeatures = &f
@@ -45,31 +42,27 @@ func (p *Publisher) probe(ctx context.Context) (_ Features, ok bool) {
 }
 
 // watchVersion reads the API server's version every versionInterval until the context ends. After a
-// change it signals versionChanged.
+// change it signals versionChanged. If the first read fails, the first version counts as a change,
+// because the probe may have been answered by another one.
 func (p *Publisher) watchVersion(ctx context.Context, versionChanged chan<- struct{}) {
-	version := p.serverVersion(ctx)
-	p.slow.SetVersion(version)
-	tick := time.NewTicker(versionInterval)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
+	last, first := "", true
+	wait.UntilWithContext(ctx, func(ctx context.Context) {
+		now := serverVersion(ctx, p.opts.Client.Discovery())
+		if now != "" && now != last {
+			p.builder.slowScheduler.setVersion(now)
+			if !first {
+				wake(versionChanged)
+			}
 		}
-		if now := p.serverVersion(ctx); now != "" && now != version {
-			version = now
-			p.slow.SetVersion(version)
-			wake(versionChanged)
-		}
-	}
+		last, first = cmp.Or(now, last), false
+	}, versionInterval)
 }
 
 // serverVersion returns the API server's version, or "" while the server does not answer.
-func (p *Publisher) serverVersion(ctx context.Context) string {
+func serverVersion(ctx context.Context, server discovery.ServerVersionInterfaceWithContext) string {
 	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
 	defer cancel()
-	v, err := p.client.Discovery().ServerVersionWithContext(ctx)
+	v, err := server.ServerVersionWithContext(ctx)
 	if err != nil {
 		return ""
 	}

@@ -19,8 +19,8 @@ const claimsPageSize = 500
 // APIServer implements [Cluster] with the Kubernetes API.
 type APIServer struct {
 	Client kubernetes.Interface
-	// Driver and Node identify the pool of devices: the DRA driver's name and the node's name.
-	Driver, Node string
+	// Node is the node's name, and that of its pool of devices.
+	Node string
 }
 
 var _ Cluster = APIServer{}
@@ -28,7 +28,7 @@ var _ Cluster = APIServer{}
 // Slices lists the ResourceSlices of the node's pool.
 func (a APIServer) Slices(ctx context.Context) ([]resourceapi.ResourceSlice, error) {
 	list, err := a.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
-		resourceapi.ResourceSliceSelectorDriver: a.Driver, resourceapi.ResourceSliceSelectorNodeName: a.Node,
+		resourceapi.ResourceSliceSelectorDriver: device.DriverName, resourceapi.ResourceSliceSelectorNodeName: a.Node,
 	}.String()})
 	if err != nil {
 		return nil, fmt.Errorf("list the node's ResourceSlices: %w", err)
@@ -60,7 +60,7 @@ func (a APIServer) addClaim(found Allocations, c *resourceapi.ResourceClaim) {
 		return
 	}
 	for _, r := range c.Status.Allocation.Devices.Results {
-		if r.Driver != a.Driver || r.Pool != a.Node || ptr.Deref(r.AdminAccess, false) {
+		if r.Driver != device.DriverName || r.Pool != a.Node || ptr.Deref(r.AdminAccess, false) {
 			continue
 		}
 		if name, ok := device.ParseName(r.Device); ok && name.Share {

@@ -53,7 +53,7 @@ func TestAllocationsReadsEveryPageOfThisPool(t *testing.T) {
 		}
 		return true, pages[options.Continue], nil
 	})
-	got, err := APIServer{Client: client, Driver: "gpu.nvidia.com", Node: "node"}.Allocations(t.Context())
+	got, err := APIServer{Client: client, Node: "node"}.Allocations(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -29,13 +29,14 @@ type offer struct {
 }
 
 // builder builds the node's slices without taints. Building may wait for a GPU's lock and for the
-// API server.
+// API server's claims and slices.
 type builder struct {
 	layouts *Layouts
 	shares  device.ShareRules
-	slow    *slowScheduler
-	events  Events
-	metrics *metrics.Metrics
+	// slowScheduler gets whether the slices have counters.
+	slowScheduler *slowScheduler
+	events        Events
+	metrics       *metrics.Metrics
 
 	// delayed is true while a GPU cannot be offered as configured, because prepared or allocated
 	// claims still need its present shape.
@@ -67,7 +68,7 @@ func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (
 	settled = b.reportShares(offerings, shapes, f) && settled
 	b.delayed.Store(!settled)
 	slices := build(shapes)
-	b.slow.SetSlices(slices)
+	b.slowScheduler.setSlices(slices)
 	b.metrics.MIG(b.countMIG(shapes))
 	limits := describeLimits(b.layouts.Limited())
 	b.events.NormalOnChange("GPUsLimited", limits, "GPUs are not offered as their MIG policy asks: "+limits)

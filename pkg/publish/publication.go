@@ -54,11 +54,18 @@ type publication struct {
 	// stale is true if the slices must be built again although the node is the same.
 	stale bool
 	// marked is false if the taints must be computed again soon.
-	marked     bool
-	rollout    *rollout.Rollout
-	controller *resourceslice.Controller
+	marked bool
+	// withdrawn has the devices that a cluster without device taints does not get because of their
+	// health, and that no claim had according to a list. Before nextList the claims are not listed
+	// again for others. unlistedSince is when the first list began that failed, if all later ones have
+	// failed too. It is zero after a successful list and while none is needed.
+	withdrawn     deviceNames
+	nextList      time.Time
+	unlistedSince time.Time
+	rollout       *rollout.Rollout
+	controller    *resourceslice.Controller
 	// retries counts the failures since the last success and computes the pause before each retry. Its
-	// keys are the pool's name, for the slice controller, and the constants in retry.go.
+	// keys are the pool's name, for the slice controller, and featureProbes.
 	retries workqueue.TypedRateLimiter[string]
 	// probeAgain wakes the loop when the API server may keep other fields than at the last probe.
 	probeAgain chan struct{}
@@ -96,12 +103,12 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 		return nil, err
 	}
 	var wanted, first []resourceslice.Slice
-	wanted = b.mark()
+	wanted = b.mark(ctx)
 	b.rollout, first = p.newRollout(ctx, wanted)
 	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: device.DriverName,
-		KubeClient: p.client,
-		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.nodeName},
+		KubeClient: p.opts.Client,
+		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.opts.NodeName},
 		Resources:  p.driverResources(first),
 		Queue:      workqueue.NewTypedRateLimitingQueue(b.retries),
 		SyncDelay:  ptr.To(syncDelay),
@@ -121,12 +128,13 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 
 // firstOffer waits until there is something to publish. It returns an error if the context ends.
 func (b *publication) firstOffer(ctx context.Context) (offer, error) {
+	retries := apiRetries()
 	for {
 		adopted, ok := b.waitForContent(ctx)
 		if !ok {
 			return offer{}, ctx.Err()
 		}
-		s := b.node.View().Offered
+		s := b.opts.Node.View().Offered
 		switch {
 		case s.Ready:
 			o, err := b.builder.Build(ctx, s, b.features)
@@ -143,7 +151,7 @@ func (b *publication) firstOffer(ctx context.Context) (offer, error) {
 			select {
 			case <-ctx.Done():
 				return offer{}, ctx.Err()
-			case <-time.After(settleInterval + b.retries.When(unknownAllocations)):
+			case <-time.After(retries.Step()):
 			}
 		case s.Empty:
 			return offer{snapshot: s, features: b.features, settled: true}, nil
@@ -166,6 +174,7 @@ const (
 // then needs.
 func (b *publication) loop(ctx context.Context) {
 	var probeDue, buildDue, markDue <-chan time.Time
+	probedAt := time.Now()
 	poll, pause := rolloutPoll, settleInterval
 	for {
 		if !b.offer.settled && b.built == nil && buildDue == nil {
@@ -191,11 +200,16 @@ func (b *publication) loop(ctx context.Context) {
 			continue
 		case <-b.probeAgain:
 			if probeDue == nil {
+				// API servers that keep different fields ask for a probe after each write, so an answer alone
+				// does not make the next pause short.
+				if time.Since(probedAt) > 2*publishRetryMax {
+					b.retries.Forget(featureProbes)
+				}
 				probeDue = time.After(b.retries.When(featureProbes))
 			}
 			continue
 		case <-probeDue:
-			probeDue = nil
+			probeDue, probedAt = nil, time.Now()
 			b.reprobe(ctx)
 		case <-b.nodeChanged:
 			pause = settleInterval
@@ -240,9 +254,9 @@ func (b *publication) take(ctx context.Context, result buildResult) (ok bool) {
 // the last ones with the taints of now, for the rollout to publish. A node that is not ready keeps
 // its slices, because an empty pool would mean that the GPUs are gone.
 func (b *publication) update(ctx context.Context) {
-	view := b.node.View()
+	view := b.opts.Node.View()
 	b.nodeChanged = view.Changed()
-	b.healthChanged = b.health.Changed() // before the verdicts are read, so that no later change is missed
+	b.healthChanged = b.opts.Health.Changed() // before the verdicts are read, so that no later change is missed
 	s := view.Offered
 	switch {
 	case s.Ready:
@@ -257,13 +271,7 @@ func (b *publication) update(ctx context.Context) {
 	if b.offer.features != b.features {
 		return // these slices may have fields that the API server no longer keeps
 	}
-	b.rollout.SetTarget(b.mark())
-}
-
-// mark returns the slices with the taints of now.
-func (b *publication) mark() (wanted []resourceslice.Slice) {
-	wanted, b.marked = b.withTaints(b.offer)
-	return wanted
+	b.rollout.SetTarget(b.mark(ctx))
 }
 
 // startBuild starts to build the slices of the snapshot s, unless a build runs. When that ends, the
@@ -283,7 +291,7 @@ func (b *publication) startBuild(ctx context.Context, s inventory.Snapshot) {
 // sendNext passes the next slices to the slice controller. sent is false if there are none, or
 // while the controller has not written the previous ones.
 func (b *publication) sendNext() (sent bool) {
-	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.nodeName) > 0
+	stats, failing := b.controller.GetStats(), b.retries.NumRequeues(b.opts.NodeName) > 0
 	next, ok := b.rollout.Next(stats.NumCreates+stats.NumUpdates+stats.NumDeletes, failing, time.Now())
 	if ok {
 		b.controller.Update(b.driverResources(next))
@@ -294,7 +302,7 @@ func (b *publication) sendNext() (sent bool) {
 // driverResources returns the slices in the form that the slice controller takes. The controller
 // copies them, and writes only slices that differ from those in the API server.
 func (p *Publisher) driverResources(slices []resourceslice.Slice) *resourceslice.DriverResources {
-	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.nodeName: {Slices: slices}}}
+	return &resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.opts.NodeName: {Slices: slices}}}
 }
 
 // reprobe probes once which fields the API server keeps. If there is no answer, the loop tries
@@ -306,7 +314,6 @@ func (b *publication) reprobe(ctx context.Context) {
 		wake(b.probeAgain)
 	case now != b.features:
 		b.features = now
-		b.retries.Forget(featureProbes)
 	default:
 		// One of several API servers may have dropped fields. The controller now takes the stored
 		// slices, without these fields, for the wanted ones, so it must get these again.

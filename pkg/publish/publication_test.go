@@ -219,3 +219,47 @@ func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 		u.stop()
 	})
 }
+
+// The pauses between probes grow while the API server asks for one after each write. After a quiet
+// time the next probe must come soon.
+func TestProbeAfterQuietTimeComesSoon(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client := fakeapi.New()
+		var probes atomic.Int64
+		fakeapi.Prepend(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			if fakeapi.IsDryRun(a) {
+				probes.Add(1)
+			}
+			return false, nil, nil
+		})
+		u := newPublishingNode(t, client, readyWith("0000:1b:00.0"))
+		again := make(chan struct{})
+		startPublication(t, u, func(b *publication) {
+			go func() {
+				for range again {
+					wake(b.probeAgain)
+				}
+			}()
+		})
+		defer close(again)
+		synctest.Wait()
+		probe := func(within time.Duration) bool {
+			before := probes.Load()
+			again <- struct{}{}
+			advance(within)
+			return probes.Load() > before
+		}
+		for range 10 {
+			if !probe(2 * publishRetryMax) {
+				t.Fatal("no probe")
+			}
+		}
+		for probe(time.Second) { // the pause grows without a quiet time
+		}
+		advance(5 * publishRetryMax)
+		if !probe(time.Second) {
+			t.Error("after a quiet time the probe did not come within a second")
+		}
+		u.stop()
+	})
+}

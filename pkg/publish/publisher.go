@@ -58,17 +58,9 @@ type Events interface {
 
 // Publisher writes the node's ResourceSlices while this plugin instance is the leader.
 type Publisher struct {
-	client   kubernetes.Interface
-	nodeName string
-	leader   *leader.Lock
-	node     Node
-	health   Health
-	claims   Ownership
-	effects  health.Effects
-	events   Events
-	metrics  *metrics.Metrics
-	builder  *builder
-	slow     *slowScheduler
+	opts    Options
+	cluster Cluster
+	builder *builder
 	// rebuild says that the slices must be built again, because a policy has changed or a claim ended.
 	rebuild chan struct{}
 	// lastFeatures is the result of the last successful probe.
@@ -77,16 +69,13 @@ type Publisher struct {
 
 // New returns a Publisher, which publishes nothing before Run.
 func New(o Options) *Publisher {
-	slow := &slowScheduler{events: o.Events, metrics: o.Metrics}
-	cluster := APIServer{Client: o.Client, Driver: device.DriverName, Node: o.NodeName}
+	cluster := APIServer{Client: o.Client, Node: o.NodeName}
 	return &Publisher{
-		client: o.Client, nodeName: o.NodeName, leader: o.Leader, node: o.Node, health: o.Health, claims: o.Claims,
-		effects: o.Effects, events: o.Events, metrics: o.Metrics, slow: slow,
+		opts: o, cluster: cluster, rebuild: make(chan struct{}, 1),
 		builder: &builder{
 			layouts: NewLayouts(o.Claims, cluster, o.Policies), shares: o.Shares,
-			slow: slow, events: o.Events, metrics: o.Metrics,
+			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
 		},
-		rebuild: make(chan struct{}, 1),
 	}
 }
 
@@ -120,18 +109,16 @@ func (p *Publisher) Run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		// When a newer plugin instance that took over has ended, this one becomes the leader again even
 		// if the node is not ready. The reason may be a missing CDI hook, which only a leader installs.
-		handover, err := p.leader.Acquire(ctx)
+		leading, err := p.opts.Leader.Acquire(ctx)
 		if err != nil {
 			return unlessDone(ctx, fmt.Errorf("acquire the leader lock: %w", err))
 		}
 		p.setLeader(true)
 		p.builder.layouts.Reset() // another plugin instance may have published since
-		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.nodeName)
-		leading, stop := leaderContext(ctx, handover)
+		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.opts.NodeName)
 		err = p.publish(leading)
-		stop()
 		p.setLeader(false)
-		p.leader.Release(ctx)
+		p.opts.Leader.Release(ctx)
 		if err != nil {
 			return err
 		}
@@ -140,32 +127,17 @@ func (p *Publisher) Run(ctx context.Context) error {
 }
 
 func (p *Publisher) setLeader(is bool) {
-	p.metrics.Publisher(is)
-	p.health.SetLeader(is)
-}
-
-// leaderContext returns a context that ends when a newer plugin instance asks for a hand-over. This
-// also cancels running calls to the API server.
-func leaderContext(ctx context.Context, handover <-chan struct{}) (context.Context, context.CancelFunc) {
-	leading, stop := context.WithCancel(ctx)
-	go func() {
-		select {
-		case <-leading.Done():
-		case <-handover:
-			klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
-			stop()
-		}
-	}()
-	return leading, stop
+	p.opts.Metrics.Publisher(is)
+	p.opts.Health.SetLeader(is)
 }
 
 // waitForContent waits until the node is ready and returns no slices. If the node stays not ready
 // for so long that a taint must say so, it instead returns the slices of an earlier plugin
 // instance, which need that taint. ok is false if the context ended.
 func (p *Publisher) waitForContent(ctx context.Context) (adopted []resourceslice.Slice, ok bool) {
-	pause := settleInterval
+	retries := apiRetries()
 	for {
-		view := p.node.View()
+		view := p.opts.Node.View()
 		if view.Offered.Ready {
 			return nil, true
 		}
@@ -179,8 +151,7 @@ func (p *Publisher) waitForContent(ctx context.Context) (adopted []resourceslice
 			}
 			if err != nil && ctx.Err() == nil {
 				p.reportError(ctx, err, "Failed to list the ResourceSlices of an earlier instance; retrying")
-				again = time.After(pause)
-				pause = min(2*pause, publishRetryMax)
+				again = time.After(retries.Step())
 			}
 		case pending:
 			again = time.After(settleInterval)

@@ -21,23 +21,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
 )
 
-// fakeInventory fakes an inventory. It returns the snapshot that the test has set.
-type fakeInventory struct {
-	mu sync.Mutex
-	s  inventory.Snapshot
-}
-
-func (f *fakeInventory) Snapshot() inventory.Snapshot {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.s
-}
+// readyWith returns the snapshot of a ready node with GPUs at these addresses.
+var readyWith = inventorytest.Ready
 
 // fakeHealth fakes the health verdicts.
 type fakeHealth struct {
@@ -85,7 +76,7 @@ func (noEvents) NormalOnChange(string, string, string) {}
 // publishingNode is a node with a publisher, fake hardware and a fake API server.
 type publishingNode struct {
 	client    *fake.Clientset
-	inv       *fakeInventory
+	inv       *inventorytest.Inventory
 	node      *nodeview.Node
 	health    *fakeHealth
 	records   *fakeRecords
@@ -97,7 +88,7 @@ type publishingNode struct {
 func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Snapshot) *publishingNode {
 	t.Helper()
 	u := &publishingNode{
-		inv:    &fakeInventory{s: s},
+		inv:    inventorytest.New(s),
 		health: &fakeHealth{changed: make(chan struct{})}, records: &fakeRecords{},
 	}
 	u.client, _ = client.(*fake.Clientset)
@@ -158,9 +149,7 @@ func startPublishingNode(t *testing.T, client *fake.Clientset, s inventory.Snaps
 
 // setInventory sets the snapshot of the fake inventory.
 func (u *publishingNode) setInventory(s inventory.Snapshot) {
-	u.inv.mu.Lock()
-	u.inv.s = s
-	u.inv.mu.Unlock()
+	u.inv.Set(s)
 	u.node.Update()
 }
 
@@ -185,17 +174,6 @@ func (u *publishingNode) taints(t *testing.T) (n int) {
 func advance(d time.Duration) {
 	time.Sleep(d) //nolint:forbidigo // simulated time
 	synctest.Wait()
-}
-
-func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
-	s := inventory.Snapshot{Ready: true, Known: true}
-	s.Node.Driver = device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}
-	for _, a := range addresses {
-		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{
-			PCIAddress: a, UUID: "GPU-" + string(a), ProductName: "NVIDIA H100", MemoryBytes: 80 << 30,
-		}})
-	}
-	return s
 }
 
 // manyGPUs returns a snapshot with 70 GPUs, which need two slices.

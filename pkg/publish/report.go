@@ -15,7 +15,7 @@ import (
 // object as invalid, a retry does not help, so an Event tells the admin.
 func (p *Publisher) reportError(ctx context.Context, err error, msg string) {
 	klog.FromContext(ctx).Error(err, msg)
-	p.metrics.PublishError()
+	p.opts.Metrics.PublishError()
 	if !apierrors.IsInvalid(err) {
 		return
 	}
@@ -23,7 +23,7 @@ func (p *Publisher) reportError(ctx context.Context, err error, msg string) {
 	if errors.As(err, new(probeError)) {
 		what = "the plugin's test slices (dry run)"
 	}
-	p.events.Warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
+	p.opts.Events.Warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
 		". Look for an admission policy that refuses them. If there is none, report a bug")
 }
 

@@ -1,9 +1,11 @@
 package publish
 
 import (
+	"math"
 	"math/rand/v2"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
 )
 
@@ -16,12 +18,14 @@ const (
 	publishRetryMax = 30 * time.Second
 )
 
-// These keys count other failures than those of the slice controller in the retry limiter. The
-// controller's own key is the pool's name, which is the node's name.
-const (
-	featureProbes      = "/feature-probes"
-	unknownAllocations = "/unknown-allocations"
-)
+// featureProbes counts probes in the retry limiter. The slice controller's own key is the pool's
+// name, which is the node's name.
+const featureProbes = "/feature-probes"
+
+// apiRetries returns growing pauses between attempts to reach the API server.
+func apiRetries() *wait.Backoff {
+	return &wait.Backoff{Duration: time.Second, Factor: 2, Jitter: 0.5, Steps: math.MaxInt, Cap: publishRetryMax}
+}
 
 // jitteredLimiter makes each pause randomly shorter or longer by up to half.
 type jitteredLimiter struct {

@@ -11,6 +11,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
+// firstFastVersion is the first Kubernetes version in which the time to schedule a claim does not
+// grow with the square of the number of nodes with counters.
+var firstFastVersion = version.MustParseGeneric("1.37.0-0")
+
 // slowScheduler warns if this node publishes shared counters to a cluster whose scheduler is slow
 // with them (https://github.com/kubernetes/kubernetes/pull/138917). It assumes that the scheduler
 // has the same version as the API server.
@@ -19,39 +23,41 @@ type slowScheduler struct {
 	metrics *metrics.Metrics
 
 	mu sync.Mutex
-	// server is the API server's version, or "" if it is not known.
-	server   string
+	// server is the API server's last known version, or "".
+	server string
+	// counters is true if the last built slices have shared counters.
 	counters bool
 }
 
-// firstFastVersion is the first Kubernetes version in which the time to schedule a claim does not
-// grow with the square of the number of nodes with counters.
-var firstFastVersion = version.MustParseGeneric("1.37.0-0")
-
-// SetVersion tells slowScheduler the API server's version.
-func (s *slowScheduler) SetVersion(server string) {
+// setVersion sets the API server's version.
+func (s *slowScheduler) setVersion(server string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.server = server
-	s.update()
+	s.report()
 }
 
-// SetSlices tells slowScheduler which slices this node publishes.
-func (s *slowScheduler) SetSlices(all []resourceslice.Slice) {
+// setSlices sets the node's slices.
+func (s *slowScheduler) setSlices(all []resourceslice.Slice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.counters = slices.ContainsFunc(all, func(slice resourceslice.Slice) bool { return len(slice.SharedCounters) > 0 })
-	s.update()
+	s.counters = slices.ContainsFunc(all, func(s resourceslice.Slice) bool { return len(s.SharedCounters) > 0 })
+	s.report()
 }
 
-func (s *slowScheduler) update() {
-	v, err := version.ParseGeneric(s.server)
-	slow := err == nil && s.counters && v.LessThan(firstFastVersion)
-	s.metrics.SlowScheduler(slow)
-	state := ""
+func (s *slowScheduler) report() {
+	slow, state := false, ""
+	if s.counters {
+		if s.server == "" {
+			return // setVersion reports it
+		}
+		v, err := version.ParseGeneric(s.server)
+		slow = err == nil && v.LessThan(firstFastVersion)
+	}
 	if slow {
 		state = "slow"
 	}
+	s.metrics.SlowScheduler(slow)
 	s.events.WarnOnChange("SlowScheduler", state, fmt.Sprintf(
 		"This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
 			"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+

@@ -35,8 +35,8 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 			s := &slowScheduler{events: events.NewFor(recorder, "node"), metrics: m}
 			slow := func() bool { return gauge(t, m, "gpu_dra_slow_scheduler") > 0 }
 			for range 2 {
-				s.SetSlices(c.published)
-				s.SetVersion(c.server)
+				s.setSlices(c.published)
+				s.setVersion(c.server)
 			}
 			if is := slow(); is != c.slow || (len(recorder.Events) == 1) != c.slow || len(recorder.Events) > 1 {
 				t.Errorf("slow %v, %d warnings", is, len(recorder.Events))
@@ -47,9 +47,14 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 					t.Error(message)
 				}
 			}
-			s.SetVersion("v1.37.0")
+			s.setVersion("v1.37.0")
 			if slow() {
 				t.Error("slow after an upgrade")
+			}
+			s.setVersion(c.server)
+			s.setSlices(whole)
+			if slow() {
+				t.Error("slow without counters")
 			}
 		})
 	}

@@ -1,6 +1,8 @@
 package publish
 
 import (
+	"context"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,9 +25,11 @@ type marker struct {
 	effects  health.Effects
 	features Features
 	gpus     map[string]device.GPU
-	// claimed has the names of the devices that prepared claims have. Claims with admin access have
-	// none, because they take nothing from other claims.
-	claimed map[string]bool
+	// claimed has the names of the devices that claims have. Claims with admin access have none,
+	// because they take nothing from other claims.
+	claimed deviceNames
+	// withdrawn gets the names of the devices that mark removes.
+	withdrawn deviceNames
 	// conditions has the node's readiness conditions at the time now.
 	conditions []nodeview.Condition
 	now        time.Time
@@ -47,6 +51,7 @@ func (m marker) mark(
 			settled = settled && !pending
 			if !m.features.DeviceTaints && (m.effects.BlocksScheduling(v) || notReady != nil) {
 				if !m.claimed[d.Name] {
+					m.withdrawn[d.Name] = true
 					continue
 				}
 				settled = false
@@ -193,30 +198,100 @@ func taintKey(c health.Finding) (key, value string) {
 	}
 }
 
-// withTaints returns the slices of the offer with the taints of now. settled is false if the
-// publisher must call withTaints again soon.
-func (p *Publisher) withTaints(o offer) (_ []resourceslice.Slice, settled bool) {
+// mark returns the slices of the offer with the taints of now.
+func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
+	o := b.offer
 	m := marker{
-		view: p.health.View(), effects: p.effects, features: o.features, gpus: map[string]device.GPU{}, claimed: map[string]bool{},
-		conditions: p.node.View().Conditions, now: time.Now(),
+		view: b.opts.Health.View(), effects: b.opts.Effects, features: o.features, gpus: map[string]device.GPU{},
+		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions, now: time.Now(),
 	}
 	for _, g := range o.snapshot.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
 	if !o.features.DeviceTaints {
-		exclusive, err := p.claims.ExclusiveDevices()
-		shared, sharedErr := p.claims.SharedDevices()
+		exclusive, err := b.opts.Claims.ExclusiveDevices()
+		shared, sharedErr := b.opts.Claims.SharedDevices()
 		if err != nil || sharedErr != nil {
-			return o.slices, false // the claims are unknown, so nothing is withdrawn
+			// The claims are unknown, so nothing is withdrawn, and claims may be allocated all devices.
+			b.marked, b.withdrawn, b.unlistedSince = false, nil, time.Time{}
+			return o.slices
 		}
-		for name := range exclusive {
-			m.claimed[name] = true
+		Allocations{exclusive, shared}.addTo(m.claimed)
+	}
+	wanted, count, settled := m.mark(o.slices)
+	leaving := m.withdrawn.without(b.withdrawn)
+	if len(leaving) == 0 {
+		b.unlistedSince = time.Time{}
+	} else {
+		// A claim may have been allocated one of these devices and not be prepared yet. A claim that is
+		// allocated one between the list and the write of the slices does not keep it in the slices.
+		listed := b.addAllocated(ctx, m.claimed)
+		if !listed && !b.overdue() {
+			maps.Copy(m.claimed, leaving)
 		}
-		for name := range shared {
-			m.claimed[name] = true
+		clear(m.withdrawn)
+		wanted, count, settled = m.mark(o.slices)
+		if !listed {
+			settled = false
+			m.withdrawn = m.withdrawn.without(leaving) // so that the next call asks for a list again
 		}
 	}
-	marked, count, settled := m.mark(o.slices)
-	p.metrics.Tainted(count)
-	return marked, settled
+	b.marked, b.withdrawn = settled, m.withdrawn
+	b.opts.Metrics.Tainted(count)
+	return wanted
+}
+
+// addAllocated adds all allocated devices to names. It returns false if the list of claims fails,
+// or was read a short time ago.
+func (b *publication) addAllocated(ctx context.Context, names deviceNames) (ok bool) {
+	if time.Now().Before(b.nextList) {
+		return false
+	}
+	defer func() { b.nextList = time.Now().Add(settleIntervalMax) }() // a pause even after a slow list
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, clusterTimeout)
+	defer cancel()
+	allocated, err := b.cluster.Allocations(ctx)
+	if err != nil {
+		if b.unlistedSince.IsZero() {
+			b.unlistedSince = began
+		}
+		b.reportError(ctx, err, "Failed to list allocated devices before unhealthy ones are withdrawn; retrying")
+		return false
+	}
+	b.unlistedSince = time.Time{}
+	allocated.addTo(names)
+	return true
+}
+
+// unlistedMax is how long failed lists of the claims keep a device published that should leave. A
+// claim is usually prepared seconds after its allocation, and the records then keep its device. So
+// after this time it is worse to go on offering a broken GPU to new claims. The lists go on, and
+// one that names the device brings it back.
+const unlistedMax = 5 * time.Minute
+
+// overdue reports whether the lists of the claims have failed for so long that devices must leave
+// without one.
+func (b *publication) overdue() bool {
+	return !b.unlistedSince.IsZero() && time.Since(b.unlistedSince) >= unlistedMax
+}
+
+// deviceNames is a set of device names.
+type deviceNames map[string]bool
+
+// without returns the names that are not in the other set.
+func (n deviceNames) without(others deviceNames) deviceNames {
+	left := maps.Clone(n)
+	maps.DeleteFunc(left, func(name string, _ bool) bool { return others[name] })
+	return left
+}
+
+// addTo adds the devices of these allocations to names.
+func (a Allocations) addTo(names deviceNames) {
+	for name := range a.Exclusive {
+		names[name] = true
+	}
+	for name := range a.Shared {
+		names[name] = true
+	}
 }

@@ -5,9 +5,13 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -15,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
 
@@ -29,7 +34,7 @@ func viewWithXIDs(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uin
 
 func newMonitor(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint64) *health.Monitor {
 	t.Helper()
-	m := health.New(health.Options{}, at)
+	m := health.New(nil, at)
 	var gpus []device.GPU
 	for _, g := range s.Node.GPUs {
 		gpus = append(gpus, g.GPU)
@@ -49,7 +54,7 @@ func newMarker(
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: map[string]bool{}}
+	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: deviceNames{}, withdrawn: deviceNames{}}
 	for _, g := range s.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
@@ -259,4 +264,42 @@ func TestTaintsAreCounted(t *testing.T) {
 	if _, count, _ := m.mark(all); count[metrics.Taint{Key: "xid", Effect: "NoSchedule"}] != 1 {
 		t.Errorf("%v", count)
 	}
+}
+
+// Without device taints an unhealthy device leaves the slices. A claim that was allocated the
+// device keeps it there, even before the claim is prepared.
+func TestAllocatedUnhealthyDeviceStaysWithoutTaintSupport(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		client := noTaintServer()
+		lists := 0
+		fakeapi.Prepend(client, "list", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+			lists++
+			return false, nil, nil
+		})
+		allocate(t, client)
+		u := startPublishingNode(t, client, readyWith("0000:1b:00.0", "0000:43:00.0"))
+		advance(time.Minute)
+		lists = 0
+		u.setXIDs(t, 79)
+		advance(time.Minute)
+		if got := fakeapi.Devices(t, client); !slices.Equal(got, []string{firstGPU, secondGPU}) {
+			t.Errorf("published %v while the claim is allocated", got)
+		}
+		if most := int(time.Minute/settleIntervalMax) + 1; lists > most {
+			t.Errorf("listed the claims %d times in a minute, more than %d", lists, most)
+		}
+		if err := client.ResourceV1().ResourceClaims("default").Delete(t.Context(), "c", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		advance(settleIntervalMax + settleInterval)
+		if got := fakeapi.Devices(t, client); !slices.Equal(got, []string{secondGPU}) {
+			t.Errorf("published %v after the claim has ended", got)
+		}
+		lists = 0
+		advance(time.Minute)
+		if lists > 0 {
+			t.Errorf("listed the claims %d times after the device was withdrawn", lists)
+		}
+		u.stop()
+	})
 }

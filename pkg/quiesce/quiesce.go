@@ -47,25 +47,10 @@ type Readiness interface {
 	Clear(source string)
 }
 
-// Workers are processes that partition GPUs. StopWorkers ends them once they are idle.
-type Workers interface {
-	StopWorkers(ctx context.Context) error
-}
-
 // Reports tells admins, and tools for driver upgrades, when the GPUs are released.
 type Reports interface {
 	Warn(reason, message string)
 	Normal(reason, message string)
-}
-
-// Metrics shows whether the GPUs are released.
-type Metrics interface {
-	Released(on bool)
-}
-
-// Reconciler is woken when the hardware may be used again.
-type Reconciler interface {
-	Wake()
 }
 
 // Options are the settings and dependencies of a [Quiescer].
@@ -75,12 +60,16 @@ type Options struct {
 	// StateDir is the directory in which the release request survives restarts.
 	StateDir string
 
-	Access     *Access
-	Workers    Workers // nil if there are none
-	Readiness  Readiness
-	Reports    Reports
-	Metrics    Metrics
-	Reconciler Reconciler
+	Access *Access
+	// StopWorkers ends the processes that partition GPUs once they are idle. Nil means that there are
+	// none.
+	StopWorkers func(ctx context.Context) error
+	Readiness   Readiness
+	Reports     Reports
+	// Released shows in the metrics whether the GPUs are released.
+	Released func(is bool)
+	// Wake wakes reconciliation when the hardware may be used again.
+	Wake func()
 }
 
 // Quiescer denies Access while the Node requests a release of the GPUs, and reports the release.
@@ -139,10 +128,10 @@ func (q *Quiescer) Observe(node *corev1.Node) {
 	}
 	q.setReason(reason)
 	if reason == "" {
-		q.opts.Metrics.Released(false)
+		q.opts.Released(false)
 		q.opts.Reports.Normal("DriverTaken",
 			"The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")
-		q.opts.Reconciler.Wake()
+		q.opts.Wake()
 	}
 }
 
@@ -228,12 +217,12 @@ func (q *Quiescer) awaitReleased(ctx context.Context, ended <-chan struct{}, wat
 // awaitClosed waits until nothing uses the hardware, and stops the worker processes. It returns an
 // error that names what still blocks the release.
 func (q *Quiescer) awaitClosed(ctx context.Context) error {
-	if err := q.awaitUnused(ctx); err != nil || q.opts.Workers == nil {
+	if err := q.awaitUnused(ctx); err != nil || q.opts.StopWorkers == nil {
 		return err
 	}
 	ctx, stop := context.WithTimeoutCause(ctx, processExitTimeout, fmt.Errorf("it has not exited for %s", processExitTimeout))
 	defer stop()
-	return q.opts.Workers.StopWorkers(ctx)
+	return q.opts.StopWorkers(ctx)
 }
 
 // report reports the release of the GPUs if blocker is nil, and otherwise the error blocker, unless
@@ -247,10 +236,10 @@ func (q *Quiescer) report(ctx context.Context, ended <-chan struct{}, blocker er
 	case ctx.Err() != nil || now != ended || q.reason == "": // the release is no longer requested
 	case blocker == nil:
 		klog.FromContext(ctx).Info("Released all GPU handles for the driver upgrade", "reason", q.reason)
-		q.opts.Metrics.Released(true)
+		q.opts.Released(true)
 		q.opts.Reports.Normal("DriverReleased", "Released all GPUs because "+q.reason+". The GPU driver can be replaced now. "+
 			"Until the release request is removed, the plugin unprepares claims but prepares none")
-		q.opts.Reconciler.Wake()
+		q.opts.Wake()
 	case blocker.Error() != reported:
 		klog.FromContext(ctx).Error(blocker, "Failed to release the GPUs; checking again", "reason", q.reason)
 		q.opts.Reports.Warn("DriverHeld", "Failed to release the GPUs for the driver upgrade: "+blocker.Error())

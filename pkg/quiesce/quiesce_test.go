@@ -45,7 +45,7 @@ func newFixtureIn(t *testing.T, stateDir string) *fixture {
 	f := &fixture{}
 	f.Quiescer = quiesce.New(t.Context(), quiesce.Options{
 		Labels: []string{"nvidia.com/gpu.deploy.client"}, StateDir: stateDir,
-		Access: quiesce.NewAccess(), Workers: f, Readiness: f, Reports: f, Metrics: f, Reconciler: f,
+		Access: quiesce.NewAccess(), StopWorkers: f.StopWorkers, Readiness: f, Reports: f, Released: f.Released, Wake: f.Wake,
 	})
 	return f
 }

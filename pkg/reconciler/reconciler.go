@@ -40,11 +40,6 @@ type Claims interface {
 	RepairClaimSpec(ctx context.Context, claim types.UID) error
 }
 
-// Hardware says whether the plugin may access the GPUs. The caller calls done after the access.
-type Hardware interface {
-	Use() (done func(), ok bool)
-}
-
 // Inventory has the node's GPUs as of the last scan.
 type Inventory interface {
 	Snapshot() inventory.Snapshot
@@ -64,21 +59,6 @@ type Status interface {
 	EndComparison(ctx context.Context, err error)
 }
 
-// Daemons reports the MPS daemons to admins.
-type Daemons interface {
-	Report(ctx context.Context)
-}
-
-// BaseSpec is the node-wide CDI spec.
-type BaseSpec interface {
-	WriteBase(common specs.ContainerEdits) error
-}
-
-// Reports tells admins about repairs.
-type Reports interface {
-	Repaired(r prepare.Repair)
-}
-
 // Options are the settings and dependencies of a [Reconciler].
 type Options struct {
 	// StateDir is the directory of the checkpoint records, for error messages.
@@ -87,14 +67,18 @@ type Options struct {
 	// reconciles, and this one does not.
 	NewerLeads func() bool
 
-	Claims    Claims
-	Hardware  Hardware
+	Claims Claims
+	// Use says whether the plugin may access the GPUs. The caller calls done after the access.
+	Use       func() (done func(), ok bool)
 	Inventory Inventory
 	Layouts   Layouts
 	Status    Status
-	Daemons   Daemons
-	BaseSpec  BaseSpec
-	Reports   Reports
+	// ReportDaemons reports the MPS daemons to admins.
+	ReportDaemons func(ctx context.Context)
+	// WriteBase writes the node-wide CDI spec.
+	WriteBase func(common specs.ContainerEdits) error
+	// Repaired tells admins about a repair.
+	Repaired func(r prepare.Repair)
 }
 
 const (
@@ -136,7 +120,7 @@ func (r *Reconciler) Wake() {
 // Recover finishes or rolls back the Prepare and Unprepare calls that an earlier process did not
 // finish. While the GPUs are released, it only notes that, and reconciliation does it later.
 func (r *Reconciler) Recover(ctx context.Context) error {
-	done, ok := r.opts.Hardware.Use()
+	done, ok := r.opts.Use()
 	defer done()
 	r.unrecovered.Store(!ok)
 	if !ok {
@@ -176,7 +160,7 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 	if r.opts.NewerLeads() {
 		return false, nil
 	}
-	done, ok := r.opts.Hardware.Use()
+	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
 		return false, nil // the end of the release wakes the Reconciler
@@ -190,7 +174,7 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 	err := r.opts.Claims.Reconcile(ctx)
 	r.opts.Status.EndComparison(ctx, err)
 	err = errors.Join(err, r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
-	r.opts.Daemons.Report(ctx)
+	r.opts.ReportDaemons(ctx)
 	return true, err
 }
 

@@ -94,7 +94,8 @@ func (n *node) Repaired(prepare.Repair) {}
 
 func newReconciler(n *node) *reconciler.Reconciler {
 	return reconciler.New(reconciler.Options{
-		NewerLeads: n.leads, Claims: n, Hardware: n, Inventory: n, Layouts: n, Status: n, Daemons: n, BaseSpec: n, Reports: n,
+		NewerLeads: n.leads, Claims: n, Use: n.Use, Inventory: n, Layouts: n, Status: n,
+		ReportDaemons: n.Report, WriteBase: n.WriteBase, Repaired: n.Repaired,
 	})
 }
 

@@ -25,7 +25,7 @@ func (r *Reconciler) RepairSpecs(ctx context.Context) error {
 	if r.opts.NewerLeads() {
 		return nil
 	}
-	done, ok := r.opts.Hardware.Use()
+	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
 		r.specsUnchecked.Store(true) // repairs may need the hardware, so do them after the release
@@ -33,7 +33,7 @@ func (r *Reconciler) RepairSpecs(ctx context.Context) error {
 	}
 	var err error
 	if s := r.opts.Inventory.Snapshot(); s.Ready {
-		err = r.opts.BaseSpec.WriteBase(s.Node.Common)
+		err = r.opts.WriteBase(s.Node.Common)
 	}
 	left, repairErr := r.opts.Claims.RepairSpecs(ctx)
 	for _, uid := range left {
@@ -66,7 +66,7 @@ func (r *Reconciler) RunSpecRepairs(ctx context.Context) {
 }
 
 func (r *Reconciler) repairClaimSpec(ctx context.Context, uid types.UID) {
-	done, ok := r.opts.Hardware.Use()
+	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
 		r.specsUnchecked.Store(true)
@@ -90,5 +90,5 @@ func (r *Reconciler) ReportRepairedSpecs(ctx context.Context, specs []string) {
 	if more := len(specs) - maxNamedSpecs; more > 0 {
 		object += fmt.Sprintf(" and %d more", more)
 	}
-	r.opts.Reports.Repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
+	r.opts.Repaired(prepare.Repair{Kind: "cdi-spec", What: what, Object: object})
 }

@@ -72,7 +72,7 @@ func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
 		var allowed atomic.Bool
 		allowed.Store(true)
 		r := New(Options{
-			Claims: claims, Hardware: &switchable{&allowed}, Inventory: noScan{}, NewerLeads: func() bool { return false },
+			Claims: claims, Use: (&switchable{&allowed}).Use, Inventory: noScan{}, NewerLeads: func() bool { return false },
 		})
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan struct{})

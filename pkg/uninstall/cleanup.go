@@ -35,36 +35,6 @@ type Claims interface {
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
 }
 
-// Hardware says whether the plugin may access the GPUs. The caller calls done after the access.
-type Hardware interface {
-	Use() (done func(), ok bool)
-}
-
-// Inventory has the node's GPUs.
-type Inventory interface {
-	Snapshot() inventory.Snapshot
-}
-
-// Daemons are the node's MPS daemons. StopAll stops them and removes their files.
-type Daemons interface {
-	StopAll(ctx context.Context) error
-}
-
-// BaseSpec is the node-wide CDI spec.
-type BaseSpec interface {
-	RemoveBase() error
-}
-
-// Hook is a hook binary on the host.
-type Hook interface {
-	Remove() error
-}
-
-// Events writes Events on the Node.
-type Events interface {
-	WarnNow(ctx context.Context, client kubernetes.Interface, reason, message string) error
-}
-
 // Options are the settings and dependencies of a [Cleaner].
 type Options struct {
 	Client kubernetes.Interface
@@ -74,14 +44,18 @@ type Options struct {
 	// it.
 	Node, PluginDir, StateDir string
 
-	Lock      *InstanceLock
-	Claims    Claims
-	Hardware  Hardware
-	Inventory Inventory
-	Daemons   Daemons
-	BaseSpec  BaseSpec
-	Hooks     []Hook
-	Events    Events
+	Lock   *InstanceLock
+	Claims Claims
+	// Use says whether the plugin may access the GPUs. The caller calls done after the access.
+	Use func() (done func(), ok bool)
+	// Snapshot has the node's GPUs.
+	Snapshot func() inventory.Snapshot
+	// StopDaemons stops the node's MPS daemons and removes their files.
+	StopDaemons func(ctx context.Context) error
+	// RemoveFiles remove the node-wide CDI spec and the hooks.
+	RemoveFiles []func() error
+	// WarnNow writes an Event on the Node.
+	WarnNow func(ctx context.Context, client kubernetes.Interface, reason, message string) error
 }
 
 // Cleaner removes the driver from the node when the plugin ends.
@@ -170,7 +144,7 @@ func (c *Cleaner) deleteSlices(ctx context.Context) error {
 // switchOffMIGModes switches off MIG mode on the GPUs where the driver had switched it on. If a GPU
 // is in use, it stays in MIG mode, and an Event asks the admin to switch the mode off.
 func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
-	done, ok := c.opts.Hardware.Use()
+	done, ok := c.opts.Use()
 	defer done()
 	if !ok {
 		return // the hardware is released for a driver upgrade
@@ -182,7 +156,7 @@ func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
 	logger := klog.FromContext(ctx)
 	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
 	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
-	if err := c.opts.Events.WarnNow(ctx, c.opts.Client, "MIGModeStays", message); err != nil {
+	if err := c.opts.WarnNow(ctx, c.opts.Client, "MIGModeStays", message); err != nil {
 		logger.Error(err, "Failed to write the Event MIGModeStays")
 	}
 }
@@ -192,7 +166,7 @@ func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
 func (c *Cleaner) disableMIGModes(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, migModesTimeout)
 	defer cancel()
-	gpus := c.opts.Inventory.Snapshot().Node.GPUs
+	gpus := c.opts.Snapshot().Node.GPUs
 	errs := make([]error, len(gpus))
 	var wg sync.WaitGroup
 	for i, g := range gpus {
@@ -207,9 +181,9 @@ func (c *Cleaner) disableMIGModes(ctx context.Context) error {
 // removeFiles removes the driver's files from the node. left has the paths of files in the plugin
 // directory that the driver did not create. The directory stays if there are any.
 func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
-	errs := []error{c.opts.Daemons.StopAll(ctx), c.opts.BaseSpec.RemoveBase()}
-	for _, hook := range c.opts.Hooks {
-		errs = append(errs, hook.Remove())
+	errs := []error{c.opts.StopDaemons(ctx)}
+	for _, remove := range c.opts.RemoveFiles {
+		errs = append(errs, remove())
 	}
 	left, err = removePluginDir(c.opts.PluginDir, c.opts.StateDir)
 	return left, errors.Join(append(errs, err)...)

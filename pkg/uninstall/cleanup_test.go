@@ -67,7 +67,8 @@ func (n *fakeNode) cleanUp(t *testing.T) (pluginDir string) {
 	c := NewCleaner(Options{
 		Client: fake.NewClientset(), Namespace: "gpu", DaemonSet: "plugin",
 		Node: "node", PluginDir: pluginDir, StateDir: filepath.Join(pluginDir, "state"),
-		Lock: lock, Claims: n, Hardware: n, Inventory: n, Daemons: n, BaseSpec: n, Hooks: []Hook{n, n}, Events: n,
+		Lock: lock, Claims: n, Use: n.Use, Snapshot: n.Snapshot, StopDaemons: n.StopAll, WarnNow: n.WarnNow,
+		RemoveFiles: []func() error{n.RemoveBase, n.Remove, n.Remove},
 	})
 	defer c.Release()
 	c.CleanUp(t.Context())

@@ -134,7 +134,7 @@ func TestCleanupRemovesOnlyOurFiles(t *testing.T) {
 	for name, theirs := range map[string][]string{"only our files": nil, "foreign files": {"bin/their-hook", "theirs"}} {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "gpu.nvidia.com")
-			made := []string{"state/claims", "state/locks", "bin"}
+			made := []string{"state/claims", "bin"}
 			if theirs != nil {
 				made = append(made, "their-directory")
 			}
@@ -143,7 +143,7 @@ func TestCleanupRemovesOnlyOurFiles(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for _, f := range append([]string{"publisher.lock", "publisher.request.1", "state/locks/gpu"}, theirs...) {
+			for _, f := range append([]string{"publisher.lock", "publisher.request.1", "state/claims.lock"}, theirs...) {
 				if err := os.WriteFile(filepath.Join(dir, f), nil, 0o600); err != nil {
 					t.Fatal(err)
 				}

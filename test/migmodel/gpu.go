@@ -289,9 +289,9 @@ func (g *GPU) ReadTimeSlice() (device.TimeSlice, error) {
 	return g.TimeSlice, nil
 }
 
-// SetTimeSlice sets the time slice. It cannot be set in MIG mode.
+// SetTimeSlice sets the time slice. The MIG mode does not change it.
 func (g *GPU) SetTimeSlice(to device.TimeSlice) error {
-	if g.NoTimeSlices || g.Enabled {
+	if g.NoTimeSlices {
 		return &RefusalError{Code: device.FailureNotSupported}
 	}
 	g.TimeSlice = to

@@ -91,13 +91,12 @@ func (n Node) Start(ctx context.Context, api API) (*Driver, error) {
 	m := metrics.New("test")
 	worker := n.PartitionWorker()
 	paths := n.Paths()
-	changes := scan.NewChangeDetector(paths)
 	d, err := driver.New(ctx, cfg, driver.Parts{
-		Client: api, StatusClient: api, Partitions: worker, Metrics: m,
+		Client: api, StatusClient: api, Partitions: worker, StopWorkers: worker.StopWorkers, Metrics: m,
 		Hardware: inventory.Hardware{
 			Scan:        scan.Isolated(paths, n.Command(scanRole)...),
-			Fingerprint: changes.Fingerprint,
-			Present:     changes.Present,
+			Fingerprint: func() string { return scan.Fingerprint(paths) },
+			Present:     func() (bool, error) { return scan.HasNVIDIADevice(paths.Sysfs) },
 		},
 	})
 	if err != nil {

@@ -56,7 +56,7 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 	if err != nil {
 		return nil, err
 	}
-	locks, err := lock.NewSet(filepath.Join(cfg.StateDir(), "locks"))
+	locks, err := lock.NewSet(filepath.Join(cfg.StateDir(), "claims.lock"))
 	if err != nil {
 		return nil, err
 	}

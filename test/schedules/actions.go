@@ -30,6 +30,13 @@ func (s *schedule) act() {
 		}
 		s.collectGarbage()
 		s.advance(100)
+	case s.chance(s.bias.together):
+		if len(s.living) < 2 {
+			s.start()
+		}
+		for _, c := range s.claims {
+			s.stepClaim(c)
+		}
 	case n < 56:
 		s.stepClaim(c)
 	case n < 66:

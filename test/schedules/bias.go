@@ -13,7 +13,7 @@ type bias struct {
 	// often is the probability, in percent, of the fault when the schedule reaches the fault point.
 	often float64
 	// claimKinds are the only kinds of claims that the schedule creates, because only these reach the
-	// fault point. Empty means all kinds.
+	// fault point, or because they share GPUs. Empty means all kinds.
 	claimKinds []string
 	// fewClaims makes the schedule use two claims instead of four. Each of them is then prepared and
 	// unprepared more often.
@@ -25,6 +25,9 @@ type bias struct {
 	// gone is the percentage of events that deallocate a claim without the kubelet's knowledge. The
 	// plugin's garbage collection must then unprepare the claim.
 	gone float64
+	// together is the percentage of events that are a call for every claim, to two instances of the
+	// plugin. So the instances compete for the same GPUs.
+	together float64
 	// before is a fault that the schedule injects as often at an earlier fault point, because only
 	// after it the plugin reaches the biased one.
 	before cell
@@ -97,6 +100,12 @@ func biasOf(seed uint64) bias {
 		f.often = 25
 	}
 	f.cell = c
+	if c.fault == secondInstance {
+		f.together = 60
+		if len(f.claimKinds) == 0 {
+			f.claimKinds = sharers
+		}
+	}
 	return f
 }
 

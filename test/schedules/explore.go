@@ -19,7 +19,7 @@ import (
 // recovered nothing, so it knows the least that a process can know. Recovery is an operation of its
 // own.
 type explorer struct {
-	lockDir string
+	lockFile string
 	// templates are the kinds of the claims. Each gives one claim its allocation.
 	templates []template
 	seen      map[[32]byte]bool
@@ -49,7 +49,7 @@ type operation struct {
 // do not change m.
 func (e *explorer) world(m *savedState) *schedule {
 	w := &world{
-		node: m.node.clone(), specs: m.specs.clone(), lockDir: e.lockDir, blocked: newBlockedCalls(),
+		node: m.node.clone(), specs: m.specs.clone(), lockFile: e.lockFile, blocked: newBlockedCalls(),
 		nameSurvives:  func(string) bool { return false },
 		adminRestores: func(*gpu) bool { return false },
 	}

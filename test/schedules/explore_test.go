@@ -3,7 +3,6 @@ package schedules
 import (
 	"context"
 	"flag"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -36,12 +35,9 @@ func named(t *testing.T, name string) template {
 func TestExploreSmallWorlds(t *testing.T) {
 	for _, names := range smallWorlds {
 		t.Run(strings.Join(names, " and "), func(t *testing.T) {
-			locks := filepath.Join(base(t), "locks")
-			if err := os.MkdirAll(locks, 0o700); err != nil {
-				t.Fatal(err)
-			}
+			locks := filepath.Join(base(t), "claims.lock")
 			synctest.Test(t, func(t *testing.T) {
-				e := &explorer{lockDir: locks}
+				e := &explorer{lockFile: locks}
 				for _, name := range names {
 					e.templates = append(e.templates, named(t, name))
 				}

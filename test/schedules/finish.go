@@ -28,6 +28,11 @@ func (s *schedule) finish() {
 			s.powerCut()
 		}
 	}
+	if c := pick(s.dice, s.claims); c.phase == prepared && s.chance(50) {
+		// The claim's next Pod may be on another node, so that no call follows here.
+		s.freeUnnoticed(c)
+		s.reallocate(c)
+	}
 	s.noFaults = true
 	s.finalChecks(s.uids())
 }

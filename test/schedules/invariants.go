@@ -365,8 +365,8 @@ func (w *world) checkEmpty() {
 	if left := w.specs.files(); len(left) > 0 {
 		w.violates("CDI specs are left: %q", left)
 	}
-	if held, err := w.heldLocks(); err != nil || len(held) > 0 {
-		w.violates("locks are held: %q (%v)", held, err)
+	if held, err := w.holdsLock(); err != nil || held {
+		w.violates("a lock is held: %v (%v)", held, err)
 	}
 	if len(w.daemons) > 0 {
 		w.violates("MPS daemons are left: %q", slices.Sorted(maps.Keys(w.daemons)))

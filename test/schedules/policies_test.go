@@ -7,10 +7,9 @@ import (
 	"testing/synctest"
 )
 
-var policyRuns = flag.Int("policies", 2000, "number of sequences of policies, with consecutive seeds")
+var policyRuns = flag.Int("policies", 500, "number of sequences of policies, with consecutive seeds")
 
 func TestPolicyChangesKeepAllocations(t *testing.T) {
-	failed := 0
 	for i := range *policyRuns {
 		seed := *firstSeed + uint64(i) //nolint:gosec // not negative
 		dir := base(t)
@@ -20,13 +19,9 @@ func TestPolicyChangesKeepAllocations(t *testing.T) {
 				t.Fatal(err)
 			}
 			if len(violations) > 0 {
-				failed++
 				t.Errorf("sequence %d: run it again with -seed %d -policies 1\n%s\nwhat happened:\n%s", seed, seed, indentLines(violations), trace)
 			}
 		})
 		_ = os.RemoveAll(dir)
-		if failed == 3 {
-			t.Fatal("stopping after three failures")
-		}
 	}
 }

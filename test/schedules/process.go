@@ -74,7 +74,7 @@ func (p *process) open() error {
 	if err != nil {
 		return err
 	}
-	locks, err := lock.NewSet(p.world.lockDir)
+	locks, err := lock.NewSet(p.world.lockFile)
 	if err != nil {
 		return err
 	}

@@ -19,10 +19,10 @@ import (
 type world struct {
 	*node
 
-	specs   cdiDir
-	lockDir string
-	blocked *blockedCalls
-	claims  []*claim
+	specs    cdiDir
+	lockFile string
+	blocked  *blockedCalls
+	claims   []*claim
 
 	living    []*process
 	processes int
@@ -83,7 +83,7 @@ func (w *world) violates(format string, args ...any) {
 func newWorld(dir string, cards int) (*world, error) {
 	w := &world{
 		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi")},
-		lockDir: filepath.Join(dir, "locks"), blocked: newBlockedCalls(),
+		lockFile: filepath.Join(dir, "claims.lock"), blocked: newBlockedCalls(),
 	}
 	return w, w.specs.clear()
 }
@@ -109,23 +109,15 @@ func (w *world) dyingCalls() int {
 	return n
 }
 
-// heldLocks returns the names of the lock files that are locked, entirely or in part.
-func (w *world) heldLocks() ([]string, error) {
-	paths, err := filepath.Glob(filepath.Join(w.lockDir, "*"))
-	var held []string
-	for _, path := range paths {
-		f, oerr := os.OpenFile(path, os.O_RDWR, 0)
-		if oerr != nil {
-			return nil, oerr
-		}
-		all := unix.Flock_t{Type: unix.F_WRLCK} // ask for a lock of the whole file
-		err = errors.Join(err, unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &all))
-		if all.Type != unix.F_UNLCK || unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) != nil {
-			held = append(held, filepath.Base(path))
-		}
-		err = errors.Join(err, f.Close())
+// holdsLock reports whether any part of the lock file is locked.
+func (w *world) holdsLock() (bool, error) {
+	f, err := os.Open(w.lockFile)
+	if err != nil {
+		return false, err
 	}
-	return held, err
+	all := unix.Flock_t{Type: unix.F_WRLCK} // ask for a lock of the whole file
+	err = errors.Join(unix.FcntlFlock(f.Fd(), unix.F_OFD_GETLK, &all), f.Close())
+	return all.Type != unix.F_UNLCK, err
 }
 
 // powerCut kills all processes of the plugin, loses unsynced data, and reboots the node.

@@ -75,15 +75,21 @@ func Decode(raw []byte) (Config, error) {
 
 // New returns an empty configuration of this kind, without default values.
 func New(kind string) (Config, error) {
-	known := make([]string, 0, len(kinds))
 	for _, empty := range kinds {
-		config := empty()
-		if config.Kind() == kind {
+		if config := empty(); config.Kind() == kind {
 			return config, nil
 		}
-		known = append(known, config.Kind())
 	}
-	return nil, fmt.Errorf("opaque configuration has kind %s: use one of %s", quote(kind), strings.Join(known, ", "))
+	return nil, fmt.Errorf("opaque configuration has kind %s: use one of %s", quote(kind), strings.Join(Kinds(), ", "))
+}
+
+// Kinds returns the names of all kinds.
+func Kinds() []string {
+	names := make([]string, 0, len(kinds))
+	for _, empty := range kinds {
+		names = append(names, empty().Kind())
+	}
+	return names
 }
 
 // malformed explains an error of the JSON decoder. It names the position of a syntax error, or the

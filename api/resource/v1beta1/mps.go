@@ -32,9 +32,11 @@ type MPSConfig struct {
 // exponent of a billion would take hours to compare.
 type MemoryLimit struct{ resource.Quantity }
 
-// memoryText matches the text of every amount of memory that a device can have, in all notations of
-// a Quantity.
-var memoryText = regexp.MustCompile(`^[+-]?[0-9]{1,18}(\.[0-9]{0,9})?([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`)
+// MemoryPattern matches the text of every amount of memory that a device can have, in all notations
+// of a Quantity.
+const MemoryPattern = `^[+-]?[0-9]{1,18}([.][0-9]{0,9})?([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`
+
+var memoryText = regexp.MustCompile(MemoryPattern)
 
 func (m *MemoryLimit) UnmarshalJSON(raw []byte) error {
 	text := strings.Trim(string(raw), `"`)
@@ -44,16 +46,20 @@ func (m *MemoryLimit) UnmarshalJSON(raw []byte) error {
 	return m.Quantity.UnmarshalJSON(raw)
 }
 
-// deviceUUID matches the UUID of a GPU (nvmlDeviceGetUUID), or of a MIG device since R470, as NVML
-// writes it.
-var deviceUUID = regexp.MustCompile(`^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+// DeviceUUIDPattern matches the UUID of a GPU (nvmlDeviceGetUUID), or of a MIG device since R470,
+// as NVML writes it.
+const DeviceUUIDPattern = `^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`
 
-// minMemory is the smallest limit, because the MPS control daemon counts in whole MiB. maxMemory is
+var deviceUUID = regexp.MustCompile(DeviceUUIDPattern)
+
+// MinMemory is the smallest limit, because the MPS control daemon counts in whole MiB. MaxMemory is
 // more than any device has, and its number of bytes fits into an int64.
-var (
-	minMemory = resource.MustParse("1Mi")
-	maxMemory = resource.MustParse("1Pi")
+const (
+	MinMemory = "1Mi"
+	MaxMemory = "1Pi"
 )
+
+var minMemory, maxMemory = resource.MustParse(MinMemory), resource.MustParse(MaxMemory)
 
 func (m *MPSConfig) validate() error {
 	if p := m.DefaultActiveThreadPercentage; p != nil && (*p < 0 || *p > 100) {

@@ -126,7 +126,7 @@ func New(ctx context.Context, o Options) *Loop {
 	if o.Watch == nil {
 		return l
 	}
-	l.monitor = health.New(health.Options{Rules: o.Rules}, time.Now())
+	l.monitor = health.New(o.Rules, time.Now())
 	l.load(ctx)
 	l.syncCards()
 	l.monitor.Changes() // drop the saved findings, which were reported before the restart

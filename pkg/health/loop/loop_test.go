@@ -16,37 +16,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
 )
-
-// fakeInventory is an inventory that a test sets.
-type fakeInventory struct {
-	mu sync.Mutex
-	s  inventory.Snapshot
-}
-
-func (f *fakeInventory) RequestScan() {}
-
-func (f *fakeInventory) Snapshot() inventory.Snapshot {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.s
-}
-
-func (f *fakeInventory) set(s inventory.Snapshot) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.s = s
-}
 
 const firstGPU = "gpu-0000-1b-00-0"
 
-func readyWith(addresses ...device.PCIAddress) inventory.Snapshot {
-	s := inventory.Snapshot{Ready: true, Known: true}
-	for _, a := range addresses {
-		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{GPU: device.GPU{PCIAddress: a, UUID: "GPU-" + string(a)}})
-	}
-	return s
-}
+var readyWith = inventorytest.Ready
 
 // heldDevices lists one claim, which has these devices.
 type heldDevices []string
@@ -86,14 +61,14 @@ func (r *reports) flushes() int {
 type loopTest struct {
 	*Loop
 	*reports
-	inventory *fakeInventory
+	inventory *inventorytest.Inventory
 	send      func(device.Signal)
 }
 
 // newLoop returns a loop that saves its findings in dir. Its node has two GPUs.
 func newLoop(ctx context.Context, dir string, held ...string) *loopTest {
-	l := &loopTest{reports: &reports{}, inventory: &fakeInventory{}}
-	l.inventory.set(readyWith("0000:1b:00.0", "0000:43:00.0"))
+	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}}
+	l.inventory.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	l.Loop = New(ctx, Options{
 		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: heldDevices(held), Reporter: l.reports,
 		Watch: func(ctx context.Context, report func(device.Signal)) error {

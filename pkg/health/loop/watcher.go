@@ -22,17 +22,13 @@ func (l *Loop) Watcher(ctx context.Context) func(running context.Context) error 
 			modes.observe(s.Condition)
 			// When the plugin stops, its watcher closes the hardware. A signal about that says nothing about
 			// the GPUs' health.
-			if ctx.Err() == nil {
-				l.enqueue(ctx, s)
+			if ctx.Err() != nil {
+				return
+			}
+			select { // blocks while the queue is full
+			case l.signals <- s:
+			case <-ctx.Done():
 			}
 		})
-	}
-}
-
-// enqueue queues a signal for Run. It blocks while the queue is full.
-func (l *Loop) enqueue(ctx context.Context, s device.Signal) {
-	select {
-	case l.signals <- s:
-	case <-ctx.Done():
 	}
 }

@@ -29,7 +29,7 @@ func (r *Reporter) Run(ctx context.Context) {
 			return
 		case changes = <-r.pending:
 		}
-		if r.leader.NewerLeads() {
+		if r.newerLeads() {
 			continue
 		}
 		entries, err := r.records.List()

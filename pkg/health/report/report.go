@@ -41,25 +41,21 @@ type Records interface {
 	Load(claim types.UID) (checkpoint.Record, bool, error)
 }
 
-// Leader reports whether a newer plugin instance leads on this node.
-type Leader interface {
-	NewerLeads() bool
-}
-
 // Reporter reports health changes. Its methods do not block, except Run.
 type Reporter struct {
 	client  kubernetes.Interface // for the Pods of a claim
 	events  Events
 	metrics *metrics.Metrics
 	records Records
-	leader  Leader
+	// newerLeads reports whether a newer plugin instance leads on this node.
+	newerLeads func() bool
 
 	pending chan []change // for Run
 }
 
 // New returns a Reporter.
-func New(client kubernetes.Interface, e Events, m *metrics.Metrics, r Records, l Leader) *Reporter {
-	return &Reporter{client: client, events: e, metrics: m, records: r, leader: l, pending: make(chan []change, maxPending)}
+func New(client kubernetes.Interface, e Events, m *metrics.Metrics, r Records, newerLeads func() bool) *Reporter {
+	return &Reporter{client: client, events: e, metrics: m, records: r, newerLeads: newerLeads, pending: make(chan []change, maxPending)}
 }
 
 // change is a health change, and what its Events say.
@@ -94,7 +90,7 @@ func (r *Reporter) Report(ctx context.Context, view *health.View, gpus []device.
 		}
 		forPods = append(forPods, c)
 	}
-	if !r.leader.NewerLeads() {
+	if !r.newerLeads() {
 		notices.write(r.events, r.events.Node())
 	}
 	r.updateMetrics(view, gpus)

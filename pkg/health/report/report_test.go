@@ -90,7 +90,7 @@ func TestEventsReachNodeAndPods(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := &fakeNode{newerLeads: c.newerLeads}
-				r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n)
+				r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
 				go r.Run(t.Context())
 				r.Report(t.Context(), nil, nil, []health.Change{c.change})
 				synctest.Wait()
@@ -104,7 +104,7 @@ func TestEventsReachNodeAndPods(t *testing.T) {
 
 // GPURecovered must not be sent while the device has another problem.
 func TestRecoveryEventNamesOtherProblems(t *testing.T) {
-	m := health.New(health.Options{}, time.Now())
+	m := health.New(nil, time.Now())
 	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
 	m.Apply(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}}, time.Now())
 	gpus := []device.GPU{{PCIAddress: card.PCIAddress, UUID: card.UUID}}
@@ -172,7 +172,7 @@ func TestNoticesMergeByGPUAndReason(t *testing.T) {
 func TestReportDoesNotWaitForPods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &fakeNode{}
-		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n)
+		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
 		for range 2 * maxPending {
 			r.Report(t.Context(), nil, nil, []health.Change{changeAt("0000:1b:00.0", health.Healthy, false)})
 		}

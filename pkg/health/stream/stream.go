@@ -26,15 +26,13 @@ const interval = 10 * time.Second
 // Sources are what a report is made of.
 type Sources struct {
 	// Pool is the name of the node's resource pool.
-	Pool     string
-	Node     Node
+	Pool string
+	// Node knows the node's GPUs and whether it is ready.
+	Node     func() *nodeview.View
 	Verdicts Verdicts
-	Claims   Claims
-}
-
-// Node knows the node's GPUs and whether it is ready.
-type Node interface {
-	View() *nodeview.View
+	// LostDevices returns a message for each device that a prepared claim has lost, by the device's
+	// name, and a channel that is closed at the next change.
+	LostDevices func() (messages map[string]string, changed <-chan struct{})
 }
 
 // Verdicts has the health of the devices.
@@ -46,21 +44,14 @@ type Verdicts interface {
 	Stale(now time.Time) bool
 }
 
-// Claims knows the devices that prepared claims have lost.
-type Claims interface {
-	// LostDevices returns a message for each lost device, by the device's name, and a channel that is
-	// closed at the next change.
-	LostDevices() (messages map[string]string, changed <-chan struct{})
-}
-
 // Send sends reports to the channel until the kubelet disconnects, which ends the context.
 func Send(ctx context.Context, reports chan<- kubeletplugin.DeviceHealthReport, from Sources) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for {
 		changed := from.Verdicts.Changed() // before View is read, so that no later change is missed
-		node, now := from.Node.View(), time.Now()
-		lost, lostChanged := from.Claims.LostDevices()
+		node, now := from.Node(), time.Now()
+		lost, lostChanged := from.LostDevices()
 		r := reporter{pool: from.Pool, view: from.Verdicts.View(), stale: from.Verdicts.Stale(now), lost: lost}
 		select {
 		case <-ctx.Done():

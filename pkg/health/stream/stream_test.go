@@ -61,7 +61,7 @@ func (noReferenceDriver) Changed() bool                        { return false }
 
 // fail lets the GPU with this address report an XID that makes it unhealthy.
 func (n *node) fail(address device.PCIAddress, uuid string) {
-	m := health.New(health.Options{}, time.Now())
+	m := health.New(nil, time.Now())
 	card := device.Card{PCIAddress: address, UUID: uuid}
 	m.Apply(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}}, time.Now())
 	n.view = m.View()
@@ -82,7 +82,7 @@ func withStream(t *testing.T, setUp func(n *node), test func(n *node, next next)
 		reports, done := make(chan kubeletplugin.DeviceHealthReport), make(chan struct{})
 		go func() {
 			defer close(done)
-			Send(ctx, reports, Sources{Pool: "node", Node: n.here, Verdicts: n, Claims: n})
+			Send(ctx, reports, Sources{Pool: "node", Node: n.here.View, Verdicts: n, LostDevices: n.LostDevices})
 		}()
 		last := time.Now()
 		test(n, func() (map[string]kubeletplugin.DeviceHealth, time.Duration) {

@@ -75,7 +75,7 @@ func (l Limit) apply(ctx context.Context, c container.Container, proc string) er
 	}
 	others := onecard.Others(l.DriverRoot, containerHas(c))
 	ask := func(args ...string) (string, error) {
-		return run(ctx, smi, others, append([]string{"memory-limits"}, args...)...)
+		return tool.Tool{Program: smi, Args: append([]string{"memory-limits"}, args...), Limit: tool.SMILimit, Hidden: others}.Run(ctx)
 	}
 	if _, err := ask("--set", "--namespace", group, "--soft-limit", "0",
 		"--hard-limit", strconv.FormatUint(l.Mebibytes, 10), "-i", l.GPU); err != nil {
@@ -145,19 +145,4 @@ func hardLimit(out string) (uint64, error) {
 		return n, nil
 	}
 	return 0, errors.New("shows no hard limit")
-}
-
-// run runs nvidia-smi and returns its output. others are the device nodes of GPUs that the
-// container does not have. If the process may create a mount namespace, run hides these nodes from
-// nvidia-smi.
-func run(ctx context.Context, smi driverroot.Program, others []string, args ...string) (string, error) {
-	t := tool.Tool{Program: smi, Args: args, Limit: tool.SMILimit}
-	if len(others) == 0 {
-		return t.Run(ctx)
-	}
-	out, err := t.RunHiding(ctx, others)
-	if errors.Is(err, tool.ErrNotHidden) {
-		return t.Run(ctx) // nvidia-smi opens all GPUs, which usually works
-	}
-	return out, err
 }

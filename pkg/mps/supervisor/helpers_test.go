@@ -24,7 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-// behaviour tells the fake control daemon which faults to show. testdata/standin explains the
+// behaviour tells the fake control daemon which faults to show. test/mpsstandin explains the
 // fields.
 type behaviour struct {
 	Hang                                 []string `json:"hang,omitempty"`
@@ -45,7 +45,7 @@ var programs = sync.OnceValues(func() (dir string, err error) {
 		return "", err
 	}
 	programsDir = dir
-	for name, source := range map[string]string{mps.HookProgram: "../../../cmd/gpu-mps", "standin": "./testdata/standin"} {
+	for name, source := range map[string]string{mps.HookProgram: "../../../cmd/gpu-mps", "standin": "../../../test/mpsstandin"} {
 		build := exec.Command("go", "build", "-o", filepath.Join(dir, name), source)
 		build.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := build.CombinedOutput(); err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path/filepath"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
@@ -36,9 +37,9 @@ func acquireSupervisorLock(ctx context.Context, root string, prepare func() erro
 }
 
 func acquireLock(ctx context.Context, root string) (*lock.Guard, error) {
-	locks, err := lock.NewSet(root)
+	locks, err := lock.NewSet(filepath.Join(root, lockFile))
 	if err != nil {
 		return nil, err
 	}
-	return locks.Acquire(ctx, lock.Name{File: lockFile})
+	return locks.Acquire(ctx, "supervisor")
 }

@@ -3,6 +3,7 @@ package supervisor
 import (
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"time"
@@ -63,17 +64,19 @@ func (o *Options) complete() error {
 	return nil
 }
 
-// dev returns the directory with the driver's device nodes, or "" for /dev. It searches for them at
-// each call, because a driver container may create its device nodes later.
+// dev returns the directory with the driver's device nodes, or "" if that is the host's /dev. It
+// searches for them at each call, because a driver container may create its device nodes later.
 func (o *Options) dev() string {
 	root := strings.TrimSuffix(filepath.Clean("/"+o.DevRoot), "/dev")
 	if o.DevRoot == "" {
 		root = driverroot.DeviceRoot(o.DriverRootMount)
 	}
-	if root == "" || root == "/" {
-		return ""
+	dev := filepath.Join("/", root, "dev")
+	driversDev, err := os.Stat(dev)
+	if own, ownErr := os.Stat("/dev"); err == nil && ownErr == nil && os.SameFile(driversDev, own) {
+		return "" // a driver root at the host's /
 	}
-	return filepath.Join(root, "dev")
+	return dev
 }
 
 // sharedMemory returns the size of each daemon's /dev/shm in the format of tmpfs(5).

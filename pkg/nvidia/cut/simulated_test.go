@@ -134,7 +134,7 @@ func TestScanFindsCreatedInstances(t *testing.T) {
 	made := []device.Instance{c.Make(19, device.Placement{Start: 1, Size: 1}), c.Make(15, device.Placement{Start: 2, Size: 2}),
 		c.Make(9, device.Placement{Start: 4, Size: 4})}
 	slices.SortFunc(made, func(a, b device.Instance) int { return cmp.Compare(a.ID, b.ID) })
-	before := scan.NewChangeDetector(s.Paths()).Fingerprint()
+	before := scan.Fingerprint(s.Paths())
 	node, err := scan.Isolated(s.Paths(), s.Role("scan")...)(t.Context())
 	if err != nil || len(node.Problems) > 0 {
 		t.Fatal(err, node.Problems)
@@ -143,7 +143,7 @@ func TestScanFindsCreatedInstances(t *testing.T) {
 		t.Error(diff)
 	}
 	c.Remove(made[0])
-	if scan.NewChangeDetector(s.Paths()).Fingerprint() == before {
+	if scan.Fingerprint(s.Paths()) == before {
 		t.Error("the fingerprint ignores the removal")
 	}
 }
@@ -201,21 +201,28 @@ func TestSetModeFailures(t *testing.T) {
 	}
 }
 
+// A GPU joins its fabric again when it leaves MIG mode, or already after its last instance.
 func TestLeavingMIGModeWaitsForFabric(t *testing.T) {
-	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
-	p := partitionsOf(s)
-	c := s.Changer(p, 0)
-	c.Mode(true)
-	s.Change(func(_ *layout.Config, f *state.File) error { return f.SetFabricSettle(time.Hour) })
-	ctx, cancel := p.until(t, "fabric ")
-	defer cancel()
-	if _, err := c.SetMode(ctx, c.Card, false); codeOf(err) != device.FailureTimeout || !strings.Contains(err.Error(), "fabric") {
-		t.Errorf("a fabric that takes an hour: %v", err)
+	for _, byInstances := range []uint32{0, 1} {
+		s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
+		s.Change(func(_ *layout.Config, f *state.File) error {
+			f.Header().FabricByInstances = byInstances
+			return f.SetFabricSettle(time.Hour)
+		})
+		p := partitionsOf(s)
+		c := s.Changer(p, 0)
+		c.Mode(true)
+		c.Remove(c.Make(19, device.Placement{Start: 0, Size: 1}))
+		ctx, cancel := p.until(t, "fabric ")
+		defer cancel()
+		if _, err := c.SetMode(ctx, c.Card, false); codeOf(err) != device.FailureTimeout || !strings.Contains(err.Error(), "fabric") {
+			t.Errorf("a fabric that takes an hour: %v", err)
+		}
+		s.Change(func(_ *layout.Config, f *state.File) error {
+			return f.SetFabric(0, nvml.GPU_FABRIC_STATE_COMPLETED, time.Millisecond)
+		})
+		c.Mode(false)
 	}
-	s.Change(func(_ *layout.Config, f *state.File) error {
-		return f.SetFabric(0, nvml.GPU_FABRIC_STATE_COMPLETED, time.Millisecond)
-	})
-	c.Mode(false)
 }
 
 func TestBusyInstanceIsDestroyedOnceFree(t *testing.T) {

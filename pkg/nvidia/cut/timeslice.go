@@ -7,10 +7,7 @@ import (
 	"io/fs"
 	"strings"
 
-	"github.com/NVIDIA/go-nvml/pkg/nvml"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/tool"
 )
@@ -37,7 +34,9 @@ func (c partitioner) timeSlice(r request) (*device.TimeSlice, error) {
 }
 
 // setTimeSlice sets the card's time slice and reads it back. If the card then has another time
-// slice than the requested one, it returns an error.
+// slice than the requested one, it returns an error. A card in MIG mode may still have that of an
+// earlier claim: the open kernel modules keep it for the GPU's UUID, whatever its mode
+// (subdevice_ctrl_gpu_kernel.c).
 func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
 	if r.TimeSlice < 0 || int(r.TimeSlice) >= len(sliceNames) {
 		return nil, r.fail(device.FailureOther, "this version does not know the time slice")
@@ -45,9 +44,6 @@ func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
 	s, err := c.look(r)
 	if err != nil {
 		return nil, err
-	}
-	if s.MIG.Enabled {
-		return nil, r.fail(device.FailureNotSupported, "the GPU is in MIG mode, where time slices cannot be set")
 	}
 	is, err := c.readSlice(r, s)
 	if err != nil || *is == r.TimeSlice {
@@ -96,10 +92,8 @@ func parseSlice(table string) (device.TimeSlice, error) {
 	return 0, fmt.Errorf("nvidia-smi reports the time slice %q, which this version does not know", found[0])
 }
 
-// smi runs "nvidia-smi compute-policy" for one card. With a UUID, nvidia-smi opens all cards it
-// sees, and gives up if one is lost. So smi hides the device nodes of the other cards. If hiding
-// fails, it passes the card's index instead, for which nvidia-smi opens one card only. smi checks
-// that the index has not changed meanwhile.
+// smi runs "nvidia-smi compute-policy" for one card. nvidia-smi opens all cards that it sees, and
+// gives up if one is lost. So smi hides the device nodes of the other cards.
 func (c partitioner) smi(r request, minor int, args ...string) (string, error) {
 	program, err := c.Paths.Program("nvidia-smi")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -108,52 +102,15 @@ func (c partitioner) smi(r request, minor int, args ...string) (string, error) {
 	if err != nil {
 		return "", r.fail(device.FailureOther, "%v", err)
 	}
-	args = append([]string{"compute-policy", "--id=" + r.Card.UUID}, args...)
-	run := tool.Tool{Program: program, Args: args, Limit: tool.SMILimit, Lock: c.lock}
-	others := onecard.Others(c.Paths.DeviceRoot(), func(node string) bool { return node == fmt.Sprintf("nvidia%d", minor) })
-	out, err := run.RunHiding(context.Background(), others)
-	if err == nil || errors.Is(err, context.DeadlineExceeded) {
-		return out, c.smiError(r, out, err)
-	}
-	before, err := c.index(r)
+	out, err := tool.Tool{
+		Program: program, Args: append([]string{"compute-policy", "--id=" + r.Card.UUID}, args...), Limit: tool.SMILimit, Lock: c.lock,
+		Hidden: onecard.Others(c.Paths.DeviceRoot(), func(node string) bool { return node == fmt.Sprintf("nvidia%d", minor) }),
+	}.Run(context.Background())
 	if err != nil {
-		return "", err
-	}
-	run.Args[1] = fmt.Sprintf("--id=%d", before)
-	out, err = run.Run(context.Background())
-	if err := c.smiError(r, out, err); err != nil {
-		return "", err
-	}
-	if after, err := c.index(r); err != nil || after != before {
-		return "", r.fail(device.FailureOther, "the GPUs' indices changed while nvidia-smi ran, so it may have changed another GPU (%v): "+
-			"check the time slices of all GPUs (nvidia-smi compute-policy -l)", err)
+		return "", r.fail(smiCode(out, err), "%v", err)
 	}
 	return out, nil
 }
-
-func (c partitioner) index(r request) (int, error) {
-	card, err := c.open(r)
-	if err != nil {
-		return 0, err
-	}
-	index, ret := card.GetIndex()
-	if ret != nvml.SUCCESS {
-		return 0, fmt.Errorf("read its index: %w", nvmlx.ToError(ret))
-	}
-	return index, nil
-}
-
-// smiError returns err, the failure of nvidia-smi, as a Error with a failure code. If err
-// is nil, it returns nil.
-func (c partitioner) smiError(r request, out string, err error) error {
-	if err == nil {
-		return nil
-	}
-	return r.fail(smiCode(out, err), "%v", err)
-}
-
-// noDevices is nvidia-smi's message if it sees no matching card.
-const noDevices = "no devices were found"
 
 // smiCode returns the failure code for nvidia-smi's output, which quotes NVML's error.
 func smiCode(out string, err error) device.FailureCode {
@@ -169,7 +126,7 @@ func smiCode(out string, err error) device.FailureCode {
 		{"not recognized", device.FailureNotSupported},
 		{"insufficient permissions", device.FailureNoPermission}, {"gpu is lost", device.FailureLost},
 		{"driver not loaded", device.FailureNoDriver},
-		{noDevices, device.FailureNotFound},
+		{"no devices were found", device.FailureNotFound},
 	} {
 		if strings.Contains(out, known.words) {
 			return known.code

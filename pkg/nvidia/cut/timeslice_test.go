@@ -79,10 +79,9 @@ func TestSetTimeSliceDespiteLostGPU(t *testing.T) {
 	}
 }
 
-func TestTimeSliceFallsBackToIndex(t *testing.T) {
+func TestSetTimeSliceWithoutHiding(t *testing.T) {
 	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
 	c := s.Changer(partitionsOf(s), 5)
-	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) })
 	// This symlink leads nowhere, so the plugin cannot hide the device node by a mount over it.
 	if err := os.Symlink("/nonexistent", filepath.Join(s.Root, "driver", "dev", "nvidia99")); err != nil {
 		t.Fatal(err)
@@ -96,6 +95,7 @@ func TestTimeSliceFallsBackToIndex(t *testing.T) {
 func TestSetTimeSliceFailures(t *testing.T) {
 	s := newSiteWithSMI(t, "dgx-h100", layout.Container)
 	c := s.Changer(partitionsOf(s), 1)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(2) }) // no failure may be about this GPU
 	for _, tc := range []struct {
 		answer nvml.Return
 		want   device.FailureCode
@@ -118,9 +118,9 @@ func TestSetTimeSliceFailures(t *testing.T) {
 		t.Error(err)
 	}
 	c.Mode(true)
-	if err := c.SetTimeSlice(t.Context(), c.Card, device.TimeSliceShort); codeOf(err) != device.FailureNotSupported ||
-		!strings.Contains(err.Error(), "MIG mode") {
-		t.Error(err)
+	c.SetSlice(device.TimeSliceShort)
+	if is := c.Slice(); is != device.TimeSliceShort {
+		t.Errorf("in MIG mode the time slice is %d", is)
 	}
 	program, err := s.Paths().Program("nvidia-smi")
 	if err != nil {

@@ -7,7 +7,6 @@
 package driverroot
 
 import (
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -15,6 +14,8 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+
+	securejoin "github.com/cyphar/filepath-securejoin"
 )
 
 // LibraryDirs returns the directories below a driver root where distributions, driver containers
@@ -160,35 +161,15 @@ func (p Program) Environment(libraries ...string) []string {
 	return []string{"LD_PRELOAD=" + strings.Join(paths, ":")}
 }
 
-// maxLinks is how many symlinks Resolve follows for one path, as many as the kernel.
-const maxLinks = 40
-
 // Resolve follows the symlinks of path as if root were the root directory. Otherwise an absolute
 // symlink, such as those of Debian's alternatives, would lead to files of this process's system.
 func Resolve(root, path string) (string, error) {
-	done, rest := "/", strings.Split(filepath.Clean("/" + path)[1:], "/")
-	for links := 0; len(rest) > 0; {
-		next := filepath.Join(done, rest[0]) // keeps ".." below the root
-		rest = rest[1:]
-		info, err := os.Lstat(filepath.Join(root, next))
-		if err != nil {
-			return "", err
-		}
-		if info.Mode()&fs.ModeSymlink == 0 {
-			done = next
-			continue
-		}
-		if links++; links > maxLinks {
-			return "", &fs.PathError{Op: "resolve", Path: filepath.Join(root, path), Err: errors.New("too many symbolic links")}
-		}
-		target, err := os.Readlink(filepath.Join(root, next))
-		if err != nil {
-			return "", err
-		}
-		if filepath.IsAbs(target) {
-			done = "/"
-		}
-		rest = append(strings.FieldsFunc(target, func(r rune) bool { return r == '/' }), rest...)
+	found, err := securejoin.SecureJoin(root, path)
+	if err != nil {
+		return "", err
 	}
-	return filepath.Join(root, done), nil
+	if _, err := os.Lstat(found); err != nil {
+		return "", err
+	}
+	return found, nil
 }

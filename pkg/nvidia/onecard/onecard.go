@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 
 	"golang.org/x/sys/unix"
 )
@@ -35,24 +36,37 @@ func Others(devRoot string, keep func(name string) bool) []string {
 	return nodes
 }
 
-// Hide gives the calling thread its own mount namespace, in which the device nodes exist but cannot
-// be opened. The caller must lock the goroutine to the thread and never unlock it. The device nodes
-// stay visible, because the driver's library, running as root, would create missing ones.
-func Hide(nodes []string) error {
+// Hide calls f on a thread that has its own mount namespace, in which the device nodes exist but
+// cannot be opened. The device nodes stay visible, because the driver's library, running as root,
+// would create missing ones. If hiding fails, f runs anyway, with all GPUs, which usually works.
+func Hide(nodes []string, f func()) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if len(nodes) > 0 {
+			runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+			_ = hide(nodes)
+		}
+		f()
+	}()
+	<-done
+}
+
+func hide(nodes []string) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
-		return &os.PathError{Op: "leave the mount namespace of", Path: "/", Err: err}
+		return err
 	}
 	// Mounts made by this thread must not appear in other namespaces. Unmounts made elsewhere must
 	// take effect here.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return &os.PathError{Op: "make a slave mount of", Path: "/", Err: err}
+		return err
 	}
 	for _, node := range nodes {
 		if err := unix.Mount(node, node, "", unix.MS_BIND, ""); err != nil {
-			return &os.PathError{Op: "mount over", Path: node, Err: err}
+			return err
 		}
 		if err := unix.Mount("", node, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_NODEV, ""); err != nil {
-			return &os.PathError{Op: "mount without devices", Path: node, Err: err}
+			return err
 		}
 	}
 	return nil

@@ -2,7 +2,7 @@
 //
 // [Isolated] scans once and returns a [nvidia.Node]: the driver's versions, the GPUs that can be
 // offered, the CDI edits that containers need, and a [nvidia.Problem] for every GPU left out. NVML
-// runs in a child process, which calls [Serve]. It is open only during the scan. A [ChangeDetector]
+// runs in a child process, which calls [Serve]. It is open only during the scan. A [Fingerprint]
 // says cheaply whether another scan is needed.
 //
 // Promises:
@@ -14,5 +14,6 @@
 //     even if nvidia-smi works there.
 //   - A container gets no file from outside the driver root, whatever the driver root contains.
 //
-// The package changes nothing on the node. It keeps no state between scans: package inventory does.
+// A scan changes nothing on the node. [LinkDeviceNodes] makes links in the host's /dev/char. The
+// package keeps no state between scans: package inventory does.
 package scan

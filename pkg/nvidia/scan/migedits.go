@@ -2,7 +2,6 @@ package scan
 
 import (
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -11,7 +10,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
 // CapabilityEdits returns a function for the edits that a MIG device needs in addition to
@@ -73,12 +71,8 @@ func capabilityNode(p nvidia.Paths, minor int) *specs.DeviceNode {
 		n.Type, n.Major, n.Minor, n.FileMode = "c", int64(major), int64(minor), &mode
 		return n
 	}
-	root := p.DeviceRoot()
-	if !hostfile.IsCharDevice(filepath.Join(root, n.Path)) && hostfile.IsCharDevice(n.Path) {
-		root = "/"
-	}
-	if host := p.Host(filepath.Join(root, n.Path)); host != n.Path {
-		n.HostPath = host
+	if hostPath := p.Host(capabilityPath(p, minor)); hostPath != n.Path {
+		n.HostPath = hostPath
 	}
 	return n
 }

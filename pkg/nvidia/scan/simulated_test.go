@@ -166,19 +166,19 @@ func TestScanOffersHealthyGPUsOfBrokenNode(t *testing.T) {
 func TestScanFollowsDriverUpgrade(t *testing.T) {
 	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
 	first := mustScan(s)
-	before := NewChangeDetector(s.Paths()).Fingerprint()
+	before := Fingerprint(s.Paths())
 
 	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
 	var unready *nvidia.NotReadyError
 	if _, err := scanSite(s); !errors.As(err, &unready) {
 		t.Errorf("without the driver: %v", err)
 	}
-	if NewChangeDetector(s.Paths()).Fingerprint() == before {
+	if Fingerprint(s.Paths()) == before {
 		t.Error("the fingerprint ignores the driver's removal")
 	}
-	before = NewChangeDetector(s.Paths()).Fingerprint()
+	before = Fingerprint(s.Paths())
 	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "590.48.01", "13.1") })
-	if NewChangeDetector(s.Paths()).Fingerprint() == before {
+	if Fingerprint(s.Paths()) == before {
 		t.Error("the fingerprint ignores the new driver")
 	}
 	second := mustScan(s)

@@ -7,7 +7,6 @@ package tool
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -34,24 +33,29 @@ const (
 	shownOutput = 300
 )
 
-// ErrNotHidden says that the tool did not run, because the device nodes of the other GPUs could not
-// be hidden.
-var ErrNotHidden = errors.New("the other GPUs cannot be hidden from it")
-
 // Tool is a program of the driver with the settings of one run.
 type Tool struct {
 	Program driverroot.Program
 	Args    []string
 	Limit   time.Duration
+	// Hidden are the device nodes of GPUs that the program should not open. If hiding them fails, it
+	// opens them.
+	Hidden []string
 	// Lock is a locked file that the program inherits. If the program is killed but hangs in the
 	// driver, the lock stays until the program ends. Lock may be nil.
 	Lock *os.File
 }
 
 // Run runs the tool and returns its output, even if it failed. When ctx ends or t.Limit passes, Run
-// kills the tool and its children. The kernel also kills the tool when the calling thread ends, so
-// the tool does not outlive this process.
-func (t Tool) Run(ctx context.Context) (string, error) {
+// kills the tool and its children.
+func (t Tool) Run(ctx context.Context) (out string, err error) {
+	onecard.Hide(t.Hidden, func() { out, err = t.run(ctx) })
+	return out, err
+}
+
+// The kernel kills the tool when the calling thread ends, so the tool does not outlive this
+// process.
+func (t Tool) run(ctx context.Context) (string, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, t.Limit, fmt.Errorf("it has not ended after %s: %w", t.Limit, context.DeadlineExceeded))
 	defer cancel()
 	runtime.LockOSThread() // the tool dies with the thread that started it
@@ -74,29 +78,6 @@ func (t Tool) Run(ctx context.Context) (string, error) {
 		return out.Text(), fmt.Errorf("%s failed (%w): %s", filepath.Base(t.Program.Path), err, LastOutput(out.Text()))
 	}
 	return out.Text(), nil
-}
-
-// RunHiding does the same as Run, but hides the given device nodes: the tool sees them but cannot
-// open them. If it cannot hide them, it returns ErrNotHidden and does not run the tool.
-func (t Tool) RunHiding(ctx context.Context, nodes []string) (string, error) {
-	type result struct {
-		out string
-		err error
-	}
-	done := make(chan result)
-	go func() {
-		// The thread must not run other goroutines, because its mount namespace is changed. It is
-		// never unlocked, so it ends together with this goroutine.
-		runtime.LockOSThread()
-		if err := onecard.Hide(nodes); err != nil {
-			done <- result{"", fmt.Errorf("%w: %w", ErrNotHidden, err)}
-			return
-		}
-		out, err := t.Run(ctx)
-		done <- result{out, err}
-	}()
-	r := <-done
-	return r.out, r.err
 }
 
 // LastOutput returns the end of a tool's output as one line.

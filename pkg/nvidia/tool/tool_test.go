@@ -69,3 +69,16 @@ func TestToolOutputIsTruncated(t *testing.T) {
 		t.Error(out, err)
 	}
 }
+
+// While the other GPUs are hidden, a failure is about the tool's own GPU.
+func TestToolThatFailsRunsOnce(t *testing.T) {
+	runs := filepath.Join(t.TempDir(), "runs")
+	fails := script(t, "echo x >> "+runs+"; exit 3")
+	fails.Hidden = []string{"/dev/full"} // stands for a GPU
+	if out, err := fails.Run(t.Context()); err == nil {
+		t.Error(out)
+	}
+	if got, err := os.ReadFile(runs); err != nil || string(got) != "x\n" {
+		t.Errorf("ran %q times (%v)", got, err)
+	}
+}

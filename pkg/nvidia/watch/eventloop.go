@@ -19,6 +19,9 @@ const (
 	// eventGrace is how much longer than eventWait NVML may take for one wait before the event loop
 	// is reported as stuck.
 	eventGrace = 10 * time.Second
+	// earlyPause follows a wait that NVML ended too early. It is short, because nothing listens
+	// meanwhile, and long enough for an NVML that never waits.
+	earlyPause = 100 * time.Millisecond
 	// After its event set failed, an event loop waits firstRetry, then with growing pauses up to
 	// lastRetry, before it creates a new set.
 	firstRetry = 100 * time.Millisecond
@@ -169,8 +172,8 @@ func (l *eventLoop) receive(ctx context.Context, set nvml.EventSet, handle nvml.
 				l.onEvent(l.event(handle, kind, data))
 			}
 		case nvml.ERROR_TIMEOUT:
-			if time.Since(began) < l.wait/2 { // NVML returned early, so wait here
-				nvmlx.Sleep(ctx, l.wait/2)
+			if time.Since(began) < l.wait/2 {
+				nvmlx.Sleep(ctx, earlyPause)
 			}
 		default:
 			return worked, fmt.Errorf("wait for its events: %w", nvmlx.ToError(ret))

@@ -82,7 +82,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 	return errors.Join(<-sent, err)
 }
 
-// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards, bus and
+// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards and
 // foreign.
 type watchServer struct {
 	order watchOrder
@@ -92,7 +92,6 @@ type watchServer struct {
 	// stateChanged gets a value when a card starts or stops delivering events.
 	stateChanged chan struct{}
 	cards        map[device.PCIAddress]*watchedGPU
-	bus          host.Bus
 	// foreign are the cards bound to another kernel driver for which a signal with ReachNotOurs was
 	// already sent.
 	foreign map[device.PCIAddress]bool
@@ -130,13 +129,9 @@ func (w *watchServer) run(ctx context.Context) error {
 }
 
 // addresses lists the cards on the PCI bus that this child may watch. ours are bound to NVIDIA's
-// driver or to none, foreign to another driver. If the bus lists no cards or cannot be read,
-// addresses uses the cards that NVML lists.
+// driver or to none, foreign to another driver.
 func (w *watchServer) addresses() (ours, foreign []device.PCIAddress) {
-	onBus, err := w.bus.GPUs(w.order.Paths.Sysfs, time.Now())
-	if err != nil || len(onBus) == 0 {
-		onBus = w.listed()
-	}
+	onBus, _ := host.GPUs(w.order.Paths.Sysfs) // the plugin does not start without a readable bus
 	for _, a := range onBus {
 		if len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a) {
 			continue
@@ -171,21 +166,6 @@ func (w *watchServer) dropForeign(ctx context.Context, foreign []device.PCIAddre
 			Card: device.Card{PCIAddress: a}, Reach: device.ReachNotOurs, At: time.Now(),
 		}})
 	}
-}
-
-func (w *watchServer) listed() []device.PCIAddress {
-	count, _ := w.lib.DeviceGetCount()
-	var found []device.PCIAddress
-	for i := range count {
-		if handle, ret := w.lib.DeviceGetHandleByIndex(i); ret == nvml.SUCCESS {
-			if info, ret := handle.GetPciInfo(); ret == nvml.SUCCESS {
-				if a, err := device.ParsePCIAddress(nvmlx.CString(info.BusId[:])); err == nil {
-					found = append(found, a)
-				}
-			}
-		}
-	}
-	return found
 }
 
 // watchNewCards watches cards that are new on the PCI bus. NVML may know only the cards that were

@@ -3,10 +3,12 @@ package watch
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -206,6 +208,59 @@ func TestFailedEventSetIsRecreated(t *testing.T) {
 		}
 		w.awaitListening()
 		s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
+	}
+}
+
+// An event's taint has a second. So a wait that NVML ends too early must not be followed by a pause
+// of seconds in which nothing listens.
+func TestEarlyEndOfWaitDelaysNoEvent(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Host, "")
+	s.Change(func(_ *layout.Config, f *state.File) error { f.Header().EarlyWait = 1; return nil })
+	w := watchSite(s, nil)
+	w.awaitListening()
+	slowest := func() (slowest time.Duration) {
+		for range 4 { // at different times of the loop
+			<-time.After(700 * time.Millisecond)
+			at := time.Now()
+			s.Change(func(_ *layout.Config, f *state.File) error { return f.XID(0, 999) })
+			w.awaitEvent(s.Card(0))
+			slowest = max(slowest, time.Since(at))
+		}
+		return slowest
+	}
+	// A busy machine may delay some events, but not in each of three rounds.
+	for round := 1; ; round++ {
+		took := slowest()
+		if took <= time.Second {
+			return
+		}
+		if round == 3 {
+			t.Fatalf("an event came after %s", took)
+		}
+	}
+}
+
+// A lost GPU may answer with UNKNOWN, or not before a timeout in the driver.
+func TestLostGPUIsReportedHoweverItAnswers(t *testing.T) {
+	for _, answer := range []state.LostAnswer{state.LostGone, state.LostUnknown, state.LostSilent} {
+		t.Run(fmt.Sprint(answer), func(t *testing.T) {
+			s := nvidiatest.NewSite(t, "l40s-x2", layout.Host, "")
+			s.Change(func(_ *layout.Config, f *state.File) error { return f.SetGSPTimeout(500 * time.Millisecond) })
+			w := watchSite(s, nil)
+			w.awaitListening()
+			s.Change(func(_ *layout.Config, f *state.File) error { return f.LoseAs(0, answer) })
+			xid := uint64(79)
+			if answer == state.LostSilent {
+				xid = 119
+			}
+			if e := w.awaitEvent(s.Card(0)); e.XID != xid {
+				t.Errorf("XID %d, want %d", e.XID, xid)
+			}
+			w.awaitCondition(s.Card(0), func(c device.Condition) bool { return !answers(c) })
+			w.awaitCondition(s.Card(1), answers)
+			s.Change(func(_ *layout.Config, f *state.File) error { return f.Restore(0) })
+			w.awaitCondition(s.Card(0), func(c device.Condition) bool { return answers(c) })
+		})
 	}
 }
 

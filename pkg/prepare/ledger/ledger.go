@@ -6,6 +6,7 @@ package ledger
 
 import (
 	"slices"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -137,13 +138,13 @@ func (l *Ledger) Record(uid types.UID) (r checkpoint.Record, found bool, err err
 // InUse reports whether a claim uses the GPU or a part of it. An unreadable record that may name
 // the GPU counts as use.
 func (l *Ledger) InUse(gpu string) (bool, error) {
-	entries, err := l.records.ListForGPUs(gpu)
+	entries, err := l.records.List()
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
 		if !e.Inexact() {
-			return true
+			return slices.ContainsFunc(e.Devices, func(d string) bool { return d == gpu || strings.HasPrefix(d, gpu+"-") })
 		}
 		r, found, err := l.records.Load(e.ClaimUID)
 		return err != nil || found && slices.Contains(r.GPUs(), gpu)

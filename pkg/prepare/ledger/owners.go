@@ -28,7 +28,7 @@ type Owners struct {
 
 // Owners reads the records of all claims with partitions on the GPU.
 func (l *Ledger) Owners(gpu string) (*Owners, error) {
-	entries, err := l.records.ListForGPUs(gpu)
+	entries, err := l.records.List()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}

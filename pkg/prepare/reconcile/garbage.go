@@ -290,11 +290,11 @@ func isAbsent(found bool, err error) bool { return !found && err == nil }
 // the GPU, or that of the claim whose daemon it is.
 func (rec *Reconciler) lockKey(ctx context.Context, key string) (*lock.Guard, error) {
 	of, _ := steps.SplitKey(key)
-	var locks []lock.Name
+	var locks []string
 	if name, known := device.ParseName(of); known {
-		locks = prepare.GPULocks(name.GPU)
+		locks = append(locks, name.GPU)
 	} else if uid, ok := ownerOf(of); ok {
-		locks = append(locks, prepare.ClaimLock(uid))
+		locks = append(locks, string(uid))
 	}
 	guard, err := rec.locks.Acquire(ctx, locks...)
 	if err != nil {

@@ -29,7 +29,7 @@ func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, g
 
 func (rec *Reconciler) findForeign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance,
 	owners *ledger.Owners, release func(), err error) {
-	locks, err := rec.locks.Acquire(ctx, prepare.GPULocks(gpu)...)
+	locks, err := rec.locks.Acquire(ctx, gpu)
 	if err != nil {
 		return nil, nil, nil, nil, prepare.LockError("another claim is being prepared or unprepared on the GPU", err)
 	}

@@ -86,7 +86,7 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, recoverWait)
 	defer stop()
-	locks, err := rec.locks.Acquire(waiting, prepare.GPULocks(name)...)
+	locks, err := rec.locks.Acquire(waiting, name)
 	if prepare.IsBusy(err) {
 		return nil // a call works on the GPU, so the GPU is not idle
 	}

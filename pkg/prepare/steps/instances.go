@@ -51,9 +51,9 @@ func CheckDeviceNode(gpu string, known, now int) error {
 }
 
 // SameInstance reports whether known and there are the same GPU instance. The GPU reuses IDs, and
-// MIG UUIDs are computed from the IDs, so a recreated instance may look the same. If one of the two
-// has no compute instance, it is half created or half removed, so only ID, profile and placement
-// are compared.
+// MIG UUIDs are computed from the card, the ID and the place on the chip, so a recreated instance
+// may look the same. If one of the two has no compute instance, it is half created or half removed,
+// so only ID, profile and placement are compared.
 func SameInstance(known, there device.Instance) bool {
 	if known.ID != there.ID || known.ProfileID != there.ProfileID || known.Placement != there.Placement {
 		return false

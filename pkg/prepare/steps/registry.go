@@ -44,20 +44,13 @@ func order(key string) int {
 func Encode(list []Step) ([]checkpoint.Step, error) {
 	stored := make([]checkpoint.Step, len(list))
 	for i, s := range list {
-		var err error
-		if stored[i], err = encodeStep(s); err != nil {
-			return nil, err
+		params, err := json.Marshal(s)
+		if err != nil {
+			return nil, fmt.Errorf("store step %s: %w", s.Kind(), err)
 		}
+		stored[i] = checkpoint.Step{Kind: s.Kind(), Params: params}
 	}
 	return stored, nil
-}
-
-func encodeStep(s Step) (checkpoint.Step, error) {
-	params, err := json.Marshal(s)
-	if err != nil {
-		return checkpoint.Step{}, fmt.Errorf("store step %s: %w", s.Kind(), err)
-	}
-	return checkpoint.Step{Kind: s.Kind(), Params: params}, nil
 }
 
 // Decode returns the steps of a claim's record. The error is permanent if this version of the

@@ -40,8 +40,11 @@ var _ Creator = &Shared{}
 // NewShared wraps a step so that claims can share it. The key consists of the parameter "of",
 // which is the name of a GPU, partition or daemon, and the step's kind.
 func NewShared(of string, gpus []string, step Sharable) (*Shared, error) {
-	stored, err := encodeStep(step)
-	return &Shared{Key: SharedKey(of, step.Kind()), GPUs: gpus, Want: stored, step: step, fresh: true}, err
+	stored, err := Encode([]Step{step})
+	if err != nil {
+		return nil, err
+	}
+	return &Shared{Key: SharedKey(of, step.Kind()), GPUs: gpus, Want: stored[0], step: step, fresh: true}, nil
 }
 
 // SharedKey is the inverse of SplitKey.
@@ -199,9 +202,9 @@ func (s *Shared) stepEnv(env *Env) *Env {
 }
 
 func (s *Shared) save(env *Env) error {
-	stored, err := encodeStep(s.step)
+	stored, err := Encode([]Step{s.step})
 	if err == nil {
-		s.holder.Step = stored
+		s.holder.Step = stored[0]
 		err = env.Records.SaveHolder(s.holder)
 	}
 	return cause.Wrap(cause.Record, err)

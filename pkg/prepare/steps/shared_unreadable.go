@@ -71,7 +71,7 @@ func (s *Shared) leaveUnreadable(ctx context.Context, env *Env, reason error) er
 // claimsSharing returns the claims on the GPUs whose records name the shared setting, partition or
 // daemon with this key. It includes claims with unreadable records, because they may share it too.
 func claimsSharing(records *checkpoint.Store, key string, gpus []string) ([]types.UID, error) {
-	entries, err := records.ListForGPUs(gpus...)
+	entries, err := records.List()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}

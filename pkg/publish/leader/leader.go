@@ -43,9 +43,10 @@ type Lock struct {
 	lock        *flock.Flock
 	requestPath string
 	// started is when this plugin instance started. The instance that started last becomes the leader.
-	started      time.Time
-	handover     chan struct{}
-	stopWatch    context.CancelFunc
+	started time.Time
+	// leading lasts while this instance leads. resign ends it.
+	leading      context.Context //nolint:containedctx // Release asks for its cause
+	resign       context.CancelCauseFunc
 	standbyUntil time.Time
 	// newerLeads is true from a hand-over to a newer instance until this instance leads again.
 	newerLeads atomic.Bool
@@ -70,10 +71,13 @@ func (l *Lock) NewerLeads() bool { return l.newerLeads.Load() }
 // has ended. That instance may have left files of the node broken.
 func (l *Lock) LeadsAgain() <-chan struct{} { return l.leadsAgain }
 
+// errHandover is the cause of the end of a leader's context if a newer instance asked to lead.
+var errHandover = errors.New("a newer instance of the plugin asked to lead")
+
 // Acquire waits until this plugin instance has the leader lock, and asks an older leader to give it
-// up. The returned channel is closed when a newer instance asks to lead. It returns an error if the
-// context ends or the lock file cannot be locked.
-func (l *Lock) Acquire(ctx context.Context) (handover <-chan struct{}, _ error) {
+// up. The returned context ends with ctx, at Release, and when a newer instance asks to lead.
+// Acquire returns an error if ctx ends or the lock file cannot be locked.
+func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	tick := time.NewTicker(lockPoll)
 	defer tick.Stop()
 	for {
@@ -106,27 +110,23 @@ func (l *Lock) Acquire(ctx context.Context) (handover <-chan struct{}, _ error) 
 			klog.FromContext(ctx).Error(err, "Failed to remove the hand-over request", "path", l.requestPath)
 		}
 	}
-	watchCtx, stop := context.WithCancel(context.WithoutCancel(ctx)) // the watch lasts until Release
-	l.stopWatch = stop
-	l.handover = make(chan struct{})
-	go l.watchRequests(watchCtx, l.handover)
+	l.leading, l.resign = context.WithCancelCause(ctx)
+	go l.watchRequests(l.leading, l.resign)
 	if l.newerLeads.Swap(false) {
 		select {
 		case l.leadsAgain <- struct{}{}:
 		default: // the reader has not yet read the last one
 		}
 	}
-	return l.handover, nil
+	return l.leading, nil
 }
 
 // Release gives up the leader lock. Acquire does not try to take it again for standbyPause, so that
 // the newer instance gets it.
 func (l *Lock) Release(ctx context.Context) {
-	l.stopWatch()
-	select {
-	case <-l.handover:
+	l.resign(nil)
+	if errors.Is(context.Cause(l.leading), errHandover) {
 		l.newerLeads.Store(true) // before the lock is free, so that no two instances keep the node's files
-	default:
 	}
 	if err := l.lock.Unlock(); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to release the leader lock", "path", l.lock.Path())
@@ -134,8 +134,8 @@ func (l *Lock) Release(ctx context.Context) {
 	l.standbyUntil = time.Now().Add(standbyPause)
 }
 
-// watchRequests closes handover when a newer plugin instance asks to lead.
-func (l *Lock) watchRequests(ctx context.Context, handover chan struct{}) {
+// watchRequests resigns when a newer plugin instance asks to lead. It ends with the context.
+func (l *Lock) watchRequests(ctx context.Context, resign context.CancelCauseFunc) {
 	for !l.requestTime().After(l.started) {
 		select {
 		case <-ctx.Done():
@@ -146,7 +146,8 @@ func (l *Lock) watchRequests(ctx context.Context, handover chan struct{}) {
 	// The request file is removed now, because if the newer instance dies, its old request must not
 	// make a leader give up the lock again.
 	_ = os.Remove(l.requestPath)
-	close(handover)
+	klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
+	resign(errHandover)
 }
 
 // requestHandover writes this plugin instance's request file, unless a newer instance has written

@@ -8,15 +8,17 @@ import (
 	"time"
 )
 
+// acquire returns a channel that is closed when l no longer leads.
 func acquire(t *testing.T, l *Lock) (handover <-chan struct{}) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-	defer cancel()
-	handover, err := l.Acquire(ctx)
-	if err != nil {
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	limit := time.AfterFunc(20*time.Second, cancel)
+	leading, err := l.Acquire(ctx)
+	if err != nil || !limit.Stop() {
 		t.Fatalf("acquire the leader lock: %v", err)
 	}
-	return handover
+	return leading.Done()
 }
 
 func TestOlderInstanceHandsOverToNewer(t *testing.T) {

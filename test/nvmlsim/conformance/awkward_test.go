@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -135,5 +137,148 @@ func TestEventsOfInstancesNeedPrivilege(t *testing.T) {
 		if privileged != (data.EventData == 94) {
 			t.Errorf("privileged: %v: the first event is XID %d", privileged, data.EventData)
 		}
+	}
+}
+
+// open-gpu-kernel-modules, gpu_uuid.c: the UUID of a MIG device is a hash of the chip, the GPU
+// instance and the physical syspipe, which depends on what else exists. Some versions may differ.
+func TestMIGUUIDMayFollowSyspipe(t *testing.T) {
+	for _, bySyspipe := range []bool{true, false} {
+		t.Run(fmt.Sprint(bySyspipe), func(t *testing.T) {
+			node := manyOf(t, "h100-sxm5-80gb", 1)
+			node.UUIDBySyspipe = bySyspipe
+			w := newWorld(t, node).onHost()
+			device := devices(t, initialize(t))[0]
+			setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+			uuidAt := func(start uint32) string {
+				instance := create(t, device, 19, start, 1)
+				divide(t, instance, 0)
+				info, ret := instance.GetInfo()
+				want(t, "instance", ret, nvml.SUCCESS)
+				return w.state.GPU(0).MIGUUID(info.Id, 0)
+			}
+			first, second := uuidAt(0), uuidAt(1)
+			listed := migUUIDs(t, device)
+			if !slices.Equal(listed, []string{first, second}) {
+				t.Fatalf("NVML lists %v, want %s and %s", listed, first, second)
+			}
+			destroyAll(t, device)
+			again, other := uuidAt(1), uuidAt(0)
+			if again == other || first == second {
+				t.Errorf("two MIG devices have the UUID %s", again)
+			}
+			if changed := again != second && other != first; changed != bySyspipe {
+				t.Errorf("in another order the UUIDs %s, %s became %s, %s", first, second, other, again)
+			}
+		})
+	}
+}
+
+// destroyAll destroys all instances of profile 19.
+func destroyAll(t *testing.T, device nvml.Device) {
+	t.Helper()
+	all, ret := device.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: 19, InstanceCount: 7})
+	want(t, "instances", ret, nvml.SUCCESS)
+	for _, instance := range all {
+		compute, ret := instance.GetComputeInstances(&nvml.ComputeInstanceProfileInfo{Id: 0, InstanceCount: 7})
+		want(t, "compute instances", ret, nvml.SUCCESS)
+		for _, c := range compute {
+			want(t, "destroy", c.Destroy(), nvml.SUCCESS)
+		}
+		want(t, "destroy", instance.Destroy(), nvml.SUCCESS)
+	}
+}
+
+// open-gpu-kernel-modules, kmigmgr_ga100.c: the driver suspends its fabric probe with the first GPU
+// instance and resumes it after the last. What NVML answers meanwhile is inferred.
+func TestFabricMayFollowInstances(t *testing.T) {
+	node := readNode(t, "awkward")
+	node.CreateInUse, node.ClientBlocksMode = false, false
+	w := newWorld(t, node).onHost()
+	w.must(w.state.SetFabricSettle(time.Minute))
+	device := devices(t, initialize(t))[0]
+	expect := func(when string, state uint8) {
+		t.Helper()
+		info, ret := device.GetGpuFabricInfo()
+		want(t, "fabric", ret, nvml.SUCCESS)
+		if info.State != state {
+			t.Errorf("%s the fabric state is %d, want %d", when, info.State, state)
+		}
+	}
+	setMode(t, device, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS, nvml.SUCCESS)
+	expect("without instances", nvml.GPU_FABRIC_STATE_COMPLETED)
+	first, second := create(t, device, 19, 0, 1), create(t, device, 19, 1, 1)
+	expect("with instances", nvml.GPU_FABRIC_STATE_NOT_STARTED)
+	want(t, "destroy", first.Destroy(), nvml.SUCCESS)
+	expect("with an instance", nvml.GPU_FABRIC_STATE_NOT_STARTED)
+	want(t, "destroy", second.Destroy(), nvml.SUCCESS)
+	expect("after the last instance", nvml.GPU_FABRIC_STATE_IN_PROGRESS)
+	w.must(w.state.SetFabric(0, nvml.GPU_FABRIC_STATE_COMPLETED, 0))
+	setMode(t, device, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS, nvml.SUCCESS)
+	expect("after MIG mode", nvml.GPU_FABRIC_STATE_COMPLETED)
+}
+
+// nvml.h does not promise that a wait lasts as long as its timeout. It must not be endless work
+// either, and loses no event.
+func TestWaitForEventsMayEndEarly(t *testing.T) {
+	for _, early := range []bool{true, false} {
+		t.Run(fmt.Sprint(early), func(t *testing.T) {
+			node := manyOf(t, "h100-sxm5-80gb", 1)
+			node.EarlyWait = early
+			w := newWorld(t, node)
+			library := initialize(t)
+			set := listen(t, library, devices(t, library)[0], nvml.EventTypeXidCriticalError)
+			start := time.Now()
+			_, ret := set.Wait(1000)
+			want(t, "wait", ret, nvml.ERROR_TIMEOUT)
+			if took := time.Since(start); (took < time.Second) != early || took < 100*time.Millisecond {
+				t.Errorf("early %v: the wait took %s", early, took)
+			}
+			w.must(w.state.XID(0, 999)) // nvml.h: the number of an XID that NVML does not know
+			data, ret := set.Wait(1000)
+			want(t, "wait", ret, nvml.SUCCESS)
+			if data.EventData != 999 {
+				t.Errorf("XID %d, want 999", data.EventData)
+			}
+		})
+	}
+}
+
+// dcgm-exporter#604 and the driver's log: a lost GPU may answer UNKNOWN, or let every call run into
+// a timeout and report XID 119 each time.
+func TestLostGPUAnswersInSeveralWays(t *testing.T) {
+	const timeout = 200 * time.Millisecond
+	for answer, wanted := range map[state.LostAnswer]struct {
+		ret nvml.Return
+		xid uint64
+	}{
+		state.LostGone:    {nvml.ERROR_GPU_IS_LOST, 79},
+		state.LostUnknown: {nvml.ERROR_UNKNOWN, 79},
+		state.LostSilent:  {nvml.ERROR_UNKNOWN, 119},
+	} {
+		t.Run(fmt.Sprint(answer), func(t *testing.T) {
+			w := newWorld(t, manyOf(t, "h100-sxm5-80gb", 2))
+			w.must(w.state.SetGSPTimeout(timeout))
+			library := initialize(t)
+			all := devices(t, library)
+			set := listen(t, library, all[0], nvml.EventTypeXidCriticalError)
+			w.must(w.state.LoseAs(0, answer))
+			start := time.Now()
+			_, ret := all[0].GetPersistenceMode()
+			want(t, "a call", ret, wanted.ret)
+			if waited := time.Since(start) >= timeout; waited != (answer == state.LostSilent) {
+				t.Errorf("answer %d took %s", answer, time.Since(start))
+			}
+			data, ret := set.Wait(1000)
+			want(t, "wait", ret, nvml.SUCCESS)
+			if data.EventData != wanted.xid {
+				t.Errorf("answer %d: XID %d, want %d", answer, data.EventData, wanted.xid)
+			}
+			_, ret = all[1].GetPersistenceMode()
+			want(t, "another GPU", ret, nvml.SUCCESS)
+			w.must(w.state.Restore(0))
+			_, ret = all[0].GetPersistenceMode()
+			want(t, "the GPU again", ret, nvml.SUCCESS)
+		})
 	}
 }

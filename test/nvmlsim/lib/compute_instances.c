@@ -141,7 +141,8 @@ static nvmlReturn_t make(const struct sim_target *at, const struct nvmlsim_ci_pr
         for (unsigned int id = 0; id < NVMLSIM_COMPUTE_INSTANCES; id++) {
             if (sim_ci(at->gpu, at->gi_id, id).exists)
                 continue;
-            STORE(at->gpu->compute_instances[at->gi_id][id], sim_pack(profile->id, place, profile->slices));
+            uint64_t pipe = LOAD(sim_state()->uuid_by_syspipe) ? sim_next_syspipe(at->gpu) : 0;
+            STORE(at->gpu->compute_instances[at->gi_id][id], sim_pack(profile->id, place, profile->slices) | pipe);
             *instance = sim_ci_handle(at->number, at->gi_id, id);
             return NVML_SUCCESS;
         }

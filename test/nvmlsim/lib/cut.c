@@ -20,8 +20,8 @@ nvmlReturn_t sim_cut_begin(const char *function, unsigned int number, struct sim
     nvmlReturn_t result = sim_fault_in_cut(function, (int)number);
     if (result == NVML_SUCCESS) /* the driver may have been unloaded during the wait */
         result = sim_check_initialized();
-    if (result == NVML_SUCCESS && sim_gpu_lost(number))
-        result = NVML_ERROR_GPU_IS_LOST;
+    if (result == NVML_SUCCESS)
+        result = sim_gpu_answer(number);
     if (result == NVML_SUCCESS)
         result = sim_write_begin();
     if (result != NVML_SUCCESS)

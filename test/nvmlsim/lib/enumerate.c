@@ -21,8 +21,9 @@ static nvmlReturn_t give_handle(const char *function, unsigned int number, nvmlD
     nvmlReturn_t result = sim_fault(function, (int)number);
     if (result != NVML_SUCCESS)
         return result;
-    if (sim_gpu_lost(number))
-        return NVML_ERROR_GPU_IS_LOST;
+    result = sim_gpu_answer(number);
+    if (result != NVML_SUCCESS)
+        return result;
     sim_open_gpu(number);
     *device = sim_gpu_handle(number);
     return NVML_SUCCESS;

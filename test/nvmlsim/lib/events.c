@@ -162,12 +162,32 @@ static bool next_event(struct event_set *set, nvmlEventData_t *data)
     return false;
 }
 
-static bool watches_lost_gpu(const struct event_set *set)
+/* The driver does not notice that a silent GPU is lost, so a wait for its events does not fail. */
+static nvmlReturn_t answer_of_lost_gpu(const struct event_set *set)
 {
     for (uint32_t i = 0; i < set->gpus; i++)
-        if (set->registrations[i].types && sim_gpu_lost(i))
-            return true;
-    return false;
+        if (set->registrations[i].types && sim_gpu_lost(i) && LOAD(sim_gpu_at(i)->lost) != NVMLSIM_LOST_SILENT)
+            return sim_gpu_answer(i);
+    return NVML_ERROR_TIMEOUT;
+}
+
+void sim_post_xid(unsigned int number, uint64_t xid)
+{
+    if (sim_write_begin() != NVML_SUCCESS)
+        return;
+    struct nvmlsim_header *state = sim_state();
+    uint64_t seq = LOAD(state->event_seq);
+    struct nvmlsim_event *event = sim_event_at(seq);
+    STORE(event->seq, 0);
+    event->type = nvmlEventTypeXidCriticalError;
+    event->data = xid;
+    event->gpu = number;
+    event->gpu_instance = event->compute_instance = UINT32_MAX;
+    STORE(event->seq, seq + 1);
+    STORE(state->event_seq, seq + 1);
+    __atomic_add_fetch(&state->event_wake, 1, __ATOMIC_ACQ_REL);
+    sim_write_end();
+    syscall(SYS_futex, &state->event_wake, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
 static nvmlReturn_t look(nvmlEventSet_t handle, nvmlEventData_t *data)
@@ -179,8 +199,8 @@ static nvmlReturn_t look(nvmlEventSet_t handle, nvmlEventData_t *data)
         result = NVML_ERROR_INVALID_ARGUMENT;
     else if (next_event(set, data))
         result = NVML_SUCCESS;
-    else if (watches_lost_gpu(set))
-        result = NVML_ERROR_GPU_IS_LOST;
+    else
+        result = answer_of_lost_gpu(set);
     pthread_mutex_unlock(&sets_lock);
     return result;
 }
@@ -214,6 +234,8 @@ NVMLSIM_API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t handle, nvmlEventDat
     nvmlReturn_t ordered = meet_gpu_faults(handle);
     if (ordered != NVML_SUCCESS)
         return ordered;
+    if (LOAD(sim_state()->early_wait)) /* early, but not at once: NVML uses no processor time meanwhile */
+        timeout_ms /= 10;
     uint64_t start = now_ms();
     for (;;) {
         uint32_t wake = LOAD(sim_state()->event_wake); /* read before the check, so that no later wake-up is missed */

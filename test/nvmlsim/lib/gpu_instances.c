@@ -154,6 +154,8 @@ NVMLSIM_API nvmlReturn_t nvmlGpuInstanceDestroy(nvmlGpuInstance_t instance)
     else {
         STORE(at.gpu->instances[at.gi_id], 0);
         sim_unsubscribe(at.number, at.gi_id, -1);
+        if (LOAD(sim_state()->fabric_by_instances) && !sim_has_instances(at.gpu))
+            sim_rejoin_fabric(at.gpu);
     }
     return sim_cut_end(&cut, result);
 }

@@ -150,8 +150,9 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
     nvmlReturn_t result = sim_fault(function, (int)target->number);
     if (result != NVML_SUCCESS)
         return result;
-    if (sim_gpu_lost(target->number))
-        return NVML_ERROR_GPU_IS_LOST;
+    result = sim_gpu_answer(target->number);
+    if (result != NVML_SUCCESS)
+        return result;
     sim_open_gpu(target->number); /* the handle may be older than the last nvmlShutdown, which closed the GPU */
     return NVML_SUCCESS;
 }

@@ -243,6 +243,10 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t device, nvmlBA
 
 static nvmlGpuFabricState_t fabric_state(const struct nvmlsim_gpu *gpu)
 {
+    /* The driver suspends its fabric probe with the first instance (kmigmgr_ga100.c). */
+    if (LOAD(sim_state()->fabric_by_instances) && LOAD(gpu->fabric_state) != NVML_GPU_FABRIC_STATE_NOT_SUPPORTED &&
+        sim_has_instances(gpu))
+        return NVML_GPU_FABRIC_STATE_NOT_STARTED;
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     bool interim = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000 < LOAD(gpu->fabric_until_ms);

@@ -20,6 +20,21 @@ uint64_t sim_pack(unsigned int profile, unsigned int start, unsigned int size)
     return NVMLSIM_INSTANCE | (uint64_t)(size & 0xff) << 24 | (uint64_t)(start & 0xff) << 16 | (profile & 0xffff);
 }
 
+unsigned int sim_syspipe(uint64_t word) { return (word >> 32) & 0xff; }
+
+uint64_t sim_next_syspipe(const struct nvmlsim_gpu *gpu)
+{
+    uint64_t used = 0;
+    for (unsigned int gi = 0; gi < NVMLSIM_GPU_INSTANCES; gi++)
+        for (unsigned int ci = 0; ci < NVMLSIM_COMPUTE_INSTANCES; ci++)
+            if (sim_ci(gpu, gi, ci).exists)
+                used |= UINT64_C(1) << (sim_syspipe(LOAD(gpu->compute_instances[gi][ci])) & 63);
+    uint64_t pipe = 1;
+    while (used >> pipe & 1)
+        pipe++;
+    return pipe << 32;
+}
+
 struct sim_instance sim_gi(const struct nvmlsim_gpu *gpu, unsigned int id)
 {
     return sim_unpack(id < NVMLSIM_GPU_INSTANCES ? LOAD(gpu->instances[id]) : 0);

@@ -53,6 +53,23 @@ bool sim_gpu_lost(unsigned int number)
     return LOAD(gpu->lost) || (index >= 0 && LOAD(gpu->epoch) != epochs[index]);
 }
 
+nvmlReturn_t sim_gpu_answer(unsigned int number)
+{
+    if (!sim_gpu_lost(number))
+        return NVML_SUCCESS;
+    const struct nvmlsim_gpu *gpu = sim_gpu_at(number);
+    if (LOAD(gpu->lost) == NVMLSIM_LOST_SILENT) {
+        enum { STEP_MS = 50 };
+        for (uint32_t waited = 0; waited < LOAD(sim_state()->gsp_timeout_ms) && LOAD(gpu->lost) == NVMLSIM_LOST_SILENT; waited += STEP_MS)
+            sim_wait_ms(STEP_MS);
+        if (LOAD(gpu->lost) != NVMLSIM_LOST_SILENT) /* it was restored meanwhile */
+            return sim_gpu_answer(number);
+        sim_post_xid(number, 119); /* "Timeout waiting for RPC from GSP" */
+        return NVML_ERROR_UNKNOWN;
+    }
+    return LOAD(gpu->lost) == NVMLSIM_LOST_UNKNOWN ? NVML_ERROR_UNKNOWN : NVML_ERROR_GPU_IS_LOST;
+}
+
 bool sim_gpu_visible(unsigned int number) { return sim_index_of(number) >= 0; }
 
 nvmlReturn_t sim_check_initialized(void)

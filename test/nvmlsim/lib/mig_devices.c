@@ -21,12 +21,15 @@ static uint64_t mix(uint64_t x)
 
 void sim_mig_uuid(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int ci, char uuid[NVML_DEVICE_UUID_BUFFER_SIZE])
 {
+    /* With syspipes the same IDs have another UUID if the compute instance got another syspipe. */
+    unsigned int pipe = gi < NVMLSIM_GPU_INSTANCES && ci < NVMLSIM_COMPUTE_INSTANCES ? sim_syspipe(LOAD(gpu->compute_instances[gi][ci])) : 0;
+    unsigned int own = pipe ? 0x80 | pipe : ci;
     uint64_t half[2];
     for (unsigned int i = 0; i < 2; i++) {
         uint64_t hash = UINT64_C(0xcbf29ce484222325) + i; /* FNV-1a */
         for (const char *c = gpu->uuid; *c; c++)
             hash = (hash ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
-        half[i] = mix(hash ^ (uint64_t)(gi << 8 | ci) << 20);
+        half[i] = mix(hash ^ (uint64_t)(gi << 8 | own) << 20);
     }
     half[0] = (half[0] & ~UINT64_C(0xf000)) | 0x5000;                       /* version 5: derived from a name */
     half[1] = (half[1] & ~(UINT64_C(3) << 62)) | UINT64_C(2) << 62;         /* variant of RFC 9562 */

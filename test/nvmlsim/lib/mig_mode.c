@@ -23,8 +23,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int 
     return NVML_SUCCESS;
 }
 
-/* After a GPU leaves MIG mode, it registers with its NVLink fabric again, which takes a moment. */
-static void rejoin_fabric(struct nvmlsim_gpu *gpu)
+void sim_rejoin_fabric(struct nvmlsim_gpu *gpu)
 {
     if (gpu->fabric_state != NVML_GPU_FABRIC_STATE_COMPLETED)
         return;
@@ -53,8 +52,8 @@ static nvmlReturn_t change_mode(struct nvmlsim_gpu *gpu, unsigned int mode, nvml
         *activation = NVML_ERROR_RESET_REQUIRED;
     if (*activation != NVML_SUCCESS)
         return NVML_SUCCESS;
-    if (mode == NVML_DEVICE_MIG_DISABLE)
-        rejoin_fabric(gpu);
+    if (mode == NVML_DEVICE_MIG_DISABLE && !LOAD(sim_state()->fabric_by_instances))
+        sim_rejoin_fabric(gpu);
     STORE(gpu->compute_mode, NVML_COMPUTEMODE_DEFAULT); /* the only compute mode in MIG mode */
     STORE(gpu->mig_current, mode);
     return NVML_SUCCESS;

@@ -123,7 +123,22 @@ int sim_index_of(unsigned int number);
  * slot.
  */
 bool sim_gpu_lost(unsigned int number);
+/*
+ * Returns SUCCESS, or the error of every call on a lost GPU. A silent GPU first waits for the
+ * driver's timeout and reports XID 119.
+ */
+nvmlReturn_t sim_gpu_answer(unsigned int number);
 nvmlReturn_t sim_check_initialized(void);
+
+/* ---- events.c */
+
+/* Reports an XID on a GPU, unless this process cannot change the state. */
+void sim_post_xid(unsigned int number, uint64_t xid);
+
+/* ---- mig_mode.c */
+
+/* The GPU registers with its NVLink fabric again, which takes a moment. */
+void sim_rejoin_fabric(struct nvmlsim_gpu *gpu);
 
 /* ---- faults.c: faults that the control tool injected */
 
@@ -192,6 +207,10 @@ nvmlReturn_t sim_find_ci(nvmlComputeInstance_t instance, struct sim_target *targ
 /* ---- instances.c: what exists, what is visible, what has room */
 
 struct sim_instance sim_unpack(uint64_t word);
+/* Returns 1 + the syspipe of a compute instance's word, or 0 if it has none. */
+unsigned int sim_syspipe(uint64_t word);
+/* Returns a new compute instance's syspipe, in place in its word: the lowest one that is free. */
+uint64_t sim_next_syspipe(const struct nvmlsim_gpu *gpu);
 uint64_t sim_pack(unsigned int profile, unsigned int start, unsigned int size);
 struct sim_instance sim_gi(const struct nvmlsim_gpu *gpu, unsigned int id);
 struct sim_instance sim_ci(const struct nvmlsim_gpu *gpu, unsigned int gi, unsigned int id);

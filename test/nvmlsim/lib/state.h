@@ -40,7 +40,7 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 5u
+#define NVMLSIM_LAYOUT 6u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
@@ -66,7 +66,8 @@ enum {
 
 /*
  * A GPU instance or compute instance in one word: profile ID in bits 0-15, start in bits 16-23,
- * size in bits 24-31. The word is 0 if there is no such MIG instance.
+ * size in bits 24-31. Bits 32-39 of a compute instance are 1 + its syspipe, or 0 if the node does
+ * not count syspipes. The word is 0 if there is no such MIG instance.
  */
 #define NVMLSIM_INSTANCE (UINT64_C(1) << 63)
 
@@ -129,9 +130,19 @@ struct nvmlsim_header {
     uint32_t settings_stay;         /* 1: a GPU that no process has open keeps its time slice and compute mode */
     uint32_t conf_compute;          /* enum nvmlsim_conf_compute */
     uint32_t topology_stays;        /* 1: MIG mode and instances survive a reset and a driver load */
-    uint32_t reserved_switches;
+    uint32_t uuid_by_syspipe;       /* 1: a MIG device's UUID depends on its syspipe instead of its compute instance's ID */
+    uint32_t fabric_by_instances;   /* 1: the fabric follows the instances instead of the MIG mode */
+    uint32_t early_wait;            /* 1: nvmlEventSetWait returns TIMEOUT early */
+    uint32_t lost_answer;           /* enum nvmlsim_lost: what `lose` makes a GPU answer */
+    uint32_t gsp_timeout_ms;        /* how long a call on a silent GPU takes */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
 };
+
+/*
+ * How a lost GPU answers: GPU_IS_LOST, or UNKNOWN, or after a timeout UNKNOWN and XID 119, because
+ * its system processor is silent.
+ */
+enum nvmlsim_lost { NVMLSIM_LOST_GONE = 1, NVMLSIM_LOST_UNKNOWN = 2, NVMLSIM_LOST_SILENT = 3 };
 
 /* Confidential computing: off, or on, with or without the ready state that an admin sets. */
 enum nvmlsim_conf_compute { NVMLSIM_CC_OFF, NVMLSIM_CC_NOT_READY, NVMLSIM_CC_READY };
@@ -208,7 +219,7 @@ struct nvmlsim_gpu {
     uint32_t pci_switch; /* number of the nearest bridge, 0: none */
     uint32_t module_id;
     uint32_t present; /* enumerated by the driver; 0: it was lost when the driver loaded */
-    uint32_t lost;    /* fell off the bus while the driver was loaded */
+    uint32_t lost;    /* enum nvmlsim_lost if it fell off the bus while the driver was loaded */
     uint32_t persistence_mode;
     uint32_t compute_mode;
     uint32_t mig_current;

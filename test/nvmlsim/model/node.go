@@ -43,6 +43,16 @@ type Node struct {
 	// TopologyStays keeps MIG mode and instances over a reset and a driver load. A reboot removes
 	// them.
 	TopologyStays bool `json:"topologyStays,omitempty"`
+	// UUIDBySyspipe makes the UUID of a MIG device depend on the syspipe that it got, so that an
+	// instance made again in another order has another UUID.
+	UUIDBySyspipe bool `json:"uuidBySyspipe,omitempty"`
+	// FabricByInstances makes a GPU leave its NVLink fabric with its first GPU instance and return to
+	// it after the last. By default it returns when MIG mode ends.
+	FabricByInstances bool `json:"fabricByInstances,omitempty"`
+	// EarlyWait makes nvmlEventSetWait report a timeout before the time is over.
+	EarlyWait bool `json:"earlyWait,omitempty"`
+	// LostGPU is what a GPU answers that fell off the bus: lost (the default), unknown or silent.
+	LostGPU string `json:"lostGPU,omitempty"`
 	// ConfidentialComputing is "", notReady or ready. While it is notReady, the GPUs accept no work.
 	ConfidentialComputing string `json:"confidentialComputing,omitempty"`
 	// AttachCost is how long the driver takes to open a closed GPU; it opens GPUs one after another.
@@ -54,6 +64,13 @@ type Node struct {
 const (
 	ConfComputeNotReady = "notReady"
 	ConfComputeReady    = "ready"
+)
+
+// The values of LostGPU. A silent GPU lets each call run into a timeout, and reports XID 119.
+const (
+	LostGPULost    = "lost"
+	LostGPUUnknown = "unknown"
+	LostGPUSilent  = "silent"
 )
 
 // Card is a GPU of the node with its PCI slot.
@@ -179,6 +196,11 @@ func (n *Node) complete(seed string) error {
 	case "", ConfComputeNotReady, ConfComputeReady:
 	default:
 		return fmt.Errorf("confidentialComputing is %q: want %s, %s or nothing", n.ConfidentialComputing, ConfComputeNotReady, ConfComputeReady)
+	}
+	switch n.LostGPU {
+	case "", LostGPULost, LostGPUUnknown, LostGPUSilent:
+	default:
+		return fmt.Errorf("lostGPU is %q: want %s, %s or %s", n.LostGPU, LostGPULost, LostGPUUnknown, LostGPUSilent)
 	}
 	addresses := map[string]PCIAddress{}
 	for _, card := range n.GPUs {

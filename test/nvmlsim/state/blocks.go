@@ -31,6 +31,11 @@ func (h *Header) blocks(n *model.Node) {
 	h.NoCapabilityNodes = flag(n.NoCapabilityNodes)
 	h.SettingsStay = flag(n.SettingsStay)
 	h.TopologyStays = flag(n.TopologyStays)
+	h.UUIDBySyspipe = flag(n.UUIDBySyspipe)
+	h.FabricByInstances = flag(n.FabricByInstances)
+	h.EarlyWait = flag(n.EarlyWait)
+	h.LostAnswer = uint32(lostAnswerOf(n.LostGPU))
+	h.GSPTimeoutMS = defaultGSPTimeoutMS
 	h.ConfCompute = uint32(confComputeOf(n.ConfidentialComputing))
 }
 

@@ -9,7 +9,7 @@ import (
 
 // cut gives a new GPU the MIG mode and MIG instances from its node file. It returns an error for a
 // placement that is not possible, but does not count engines; the library does.
-func (g *GPU) cut(m *Model, mig *model.CardMIG) error {
+func (g *GPU) cut(m *Model, mig *model.CardMIG, bySyspipe bool) error {
 	if mig == nil {
 		return nil
 	}
@@ -40,11 +40,19 @@ func (g *GPU) cut(m *Model, mig *model.CardMIG) error {
 			return fmt.Errorf("no ID for a GPU instance of profile %d at %d", instance.Profile, instance.Start)
 		}
 		g.Instances[id] = Instance{Profile: profile.ID, Start: instance.Start, Size: profile.PlacementSize}.pack()
-		if err := g.divide(m, id, profile, instance.Compute); err != nil {
+		if err := g.divide(m, id, profile, instance.Compute, bySyspipe); err != nil {
 			return fmt.Errorf("GPU instance of profile %d at %d: %w", instance.Profile, instance.Start, err)
 		}
 	}
 	return nil
+}
+
+// computeCount returns how many compute instances the GPU has.
+func (g *GPU) computeCount() (n uint32) {
+	for id := range uint32(gpuInstances) {
+		n += uint32(len(g.OfInstance(id)))
+	}
+	return n
 }
 
 // instanceID returns the ID of the GPU instance that starts at memory slice start. As in the
@@ -60,8 +68,8 @@ func (m *Model) instanceID(profile *Profile, start uint32) uint32 {
 }
 
 // divide creates the compute instances of GPU instance id. ids are their profile IDs; nil means one
-// compute instance that fills the GPU instance.
-func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32) error {
+// compute instance that fills the GPU instance. With bySyspipe each gets the next syspipe.
+func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32, bySyspipe bool) error {
 	var of []CIProfile
 	for _, c := range m.CIProfiles[:m.CIProfileCount] {
 		if c.GISlices != profile.Slices {
@@ -94,7 +102,11 @@ func (g *GPU) divide(m *Model, id uint32, profile *Profile, ids *[]uint32) error
 		}
 		start := c.PlacementStarts[place]
 		taken |= (uint64(1)<<c.Slices - 1) << start
-		g.ComputeInstances[id][i] = Instance{Profile: want, Start: start, Size: c.Slices}.pack()
+		made := Instance{Profile: want, Start: start, Size: c.Slices}
+		if bySyspipe {
+			made.Syspipe = 1 + g.computeCount()
+		}
+		g.ComputeInstances[id][i] = made.pack()
 	}
 	return nil
 }

@@ -103,7 +103,7 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 		f.GPU(i).PersistenceMode = f.persistence()
 		f.GPU(i).EventTypes = uint64(f.Model(int(index[card.Model])).EventTypes)
 		f.GPU(i).began()
-		if err := f.GPU(i).cut(f.Model(int(index[card.Model])), card.MIG); err != nil {
+		if err := f.GPU(i).cut(f.Model(int(index[card.Model])), card.MIG, spec.Node.UUIDBySyspipe); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
 	}

@@ -8,6 +8,8 @@ import (
 	"syscall"
 	"time"
 	"unsafe"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
 // post appends an event to the event table. It stores the entry's sequence number before the
@@ -33,12 +35,52 @@ func (f *File) wake() {
 	_, _, _ = syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWake, 1<<30, 0, 0, 0)
 }
 
-// Lose makes a GPU fall off the bus. NVML calls on the GPU then return GPU_IS_LOST, and processes
-// that wait for events first get XID 79.
-func (f *File) Lose(gpu int) error {
+// LostAnswer is what NVML calls on a lost GPU return. The values are those of enum nvmlsim_lost in
+// lib/state.h.
+type LostAnswer uint32
+
+const (
+	// LostGone means GPU_IS_LOST.
+	LostGone LostAnswer = 1
+	// LostUnknown means UNKNOWN.
+	LostUnknown LostAnswer = 2
+	// LostSilent means UNKNOWN after a timeout, with XID 119 each time, because the GPU's system
+	// processor is silent.
+	LostSilent LostAnswer = 3
+)
+
+// defaultGSPTimeoutMS is how long the driver waits for the GPU's system processor.
+const defaultGSPTimeoutMS = 6000
+
+func lostAnswerOf(name string) LostAnswer {
+	switch name {
+	case model.LostGPUUnknown:
+		return LostUnknown
+	case model.LostGPUSilent:
+		return LostSilent
+	}
+	return LostGone
+}
+
+// Lose makes a GPU fall off the bus. NVML calls on the GPU then fail as the node file's lostGPU
+// says, and processes that wait for events first get XID 79.
+func (f *File) Lose(gpu int) error { return f.LoseAs(gpu, LostAnswer(f.Header().LostAnswer)) }
+
+// LoseAs is Lose with another answer than that of the node file.
+func (f *File) LoseAs(gpu int, answer LostAnswer) error {
 	return f.update(func() error {
-		atomic.StoreUint32(&f.GPU(gpu).Lost, 1)
-		f.post(gpu, eventXID, xidFellOffBus)
+		atomic.StoreUint32(&f.GPU(gpu).Lost, uint32(answer))
+		if answer != LostSilent { // the driver does not notice that the GPU is gone
+			f.post(gpu, eventXID, xidFellOffBus)
+		}
+		return nil
+	})
+}
+
+// SetGSPTimeout sets how long a call on a silent GPU takes.
+func (f *File) SetGSPTimeout(d time.Duration) error {
+	return f.update(func() error {
+		atomic.StoreUint32(&f.Header().GSPTimeoutMS, uint32(d.Milliseconds()))
 		return nil
 	})
 }
@@ -249,7 +291,7 @@ func (f *File) SetTimeSlice(gpu int, slice uint32) error {
 func (f *File) Settle() error {
 	return f.update(func() error {
 		for i := range f.GPUCount() {
-			if g := f.GPU(i); g.PersistenceMode == 0 && !f.held(lockOpen+int64(i), 1) {
+			if g := f.GPU(i); f.Header().SettingsStay == 0 && g.PersistenceMode == 0 && !f.held(lockOpen+int64(i), 1) {
 				g.forget()
 			}
 		}

@@ -32,6 +32,8 @@ const (
 // Instance is a GPU instance or a compute instance.
 type Instance struct {
 	ID, Profile, Start, Size uint32
+	// Syspipe is 1 + the compute instance's syspipe, or 0 if the node does not count syspipes.
+	Syspipe uint32
 }
 
 func unpack(id int, word uint64) (Instance, bool) {
@@ -40,11 +42,12 @@ func unpack(id int, word uint64) (Instance, bool) {
 		Profile: uint32(word & 0xffff),
 		Start:   uint32(word >> 16 & 0xff),
 		Size:    uint32(word >> 24 & 0xff),
+		Syspipe: uint32(word >> 32 & 0xff),
 	}, word&instanceBit != 0
 }
 
 func (i Instance) pack() uint64 {
-	return instanceBit | uint64(i.Size&0xff)<<24 | uint64(i.Start&0xff)<<16 | uint64(i.Profile&0xffff)
+	return instanceBit | uint64(i.Syspipe&0xff)<<32 | uint64(i.Size&0xff)<<24 | uint64(i.Start&0xff)<<16 | uint64(i.Profile&0xffff)
 }
 
 // GPUInstances returns the GPU instances that exist on the GPU, ordered by ID.
@@ -73,8 +76,11 @@ func (g *GPU) OfInstance(id uint32) []Instance {
 }
 
 // MIGUUID returns the UUID of a compute instance's MIG device. The same IDs on the same GPU give
-// the same UUID. lib/mig_devices.c has the same rule.
+// the same UUID, unless the node counts syspipes. lib/mig_devices.c has the same rule.
 func (g *GPU) MIGUUID(instance, compute uint32) string {
+	if own, exists := unpack(int(compute), atomic.LoadUint64(&g.ComputeInstances[instance][compute])); exists && own.Syspipe != 0 {
+		compute = 0x80 | own.Syspipe
+	}
 	var half [2]uint64
 	for i := range half {
 		hash := uint64(0xcbf29ce484222325) + uint64(i)

@@ -5,7 +5,7 @@ import "math"
 // The magic number and the version of the state file's format. lib/state.h has the same values.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 5
+	Layout uint32 = 6
 
 	lockWrite        = 0
 	lockInUse        = 1
@@ -74,7 +74,11 @@ type Header struct {
 	SettingsStay        uint32 `c:"settings_stay"`
 	ConfCompute         uint32 `c:"conf_compute"`
 	TopologyStays       uint32 `c:"topology_stays"`
-	ReservedSwitches    uint32 `c:"reserved_switches"`
+	UUIDBySyspipe       uint32 `c:"uuid_by_syspipe"`
+	FabricByInstances   uint32 `c:"fabric_by_instances"`
+	EarlyWait           uint32 `c:"early_wait"`
+	LostAnswer          uint32 `c:"lost_answer"`
+	GSPTimeoutMS        uint32 `c:"gsp_timeout_ms"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
 }
 

@@ -65,17 +65,38 @@ func run(ctx context.Context, out io.Writer, schedules int, only []string) error
 	return nil
 }
 
-var (
-	seed  = regexp.MustCompile(`((?:schedule|sequence) \d+): run it again`)
-	first = regexp.MustCompile(`run it again with .*\n\s+(.*)\n`)
-)
+// searches returns the tests that search for a mutant, the fastest first. Few sequences of policies
+// are enough: they meet what they can find early.
+func searches(schedules int) []search {
+	return []search{
+		{
+			args:  []string{"-test.run", "^TestPolicyChanges", "-policies", strconv.Itoa(max(1, schedules/10))},
+			found: regexp.MustCompile(`(sequence \d+): run it again with .*\n\s+(.*)\n`),
+		},
+		{
+			args:  []string{"-test.run", "^TestInvariantsHoldUnderFaults", "-schedules", strconv.Itoa(schedules)},
+			found: regexp.MustCompile(`(schedule \d+): run it again with .*\n\s+(.*)\n`),
+		},
+		{
+			args:  []string{"-test.run", "^TestExploreSmallWorlds"},
+			found: regexp.MustCompile(`(the explorer) found: (.*)\n`),
+		},
+	}
+}
+
+// search is one test of package schedules.
+type search struct {
+	args []string
+	// found matches the report of a broken invariant. Its groups are who found it, and the invariant.
+	found *regexp.Regexp
+}
 
 // searchTime limits the search for one mutant. A mutant that takes longer counts as not found.
 const searchTime = 20 * time.Minute
 
-// try runs the schedules on the plugin with the mutant's defect. If they find the defect, the
-// result by names the schedule that did, and the result what is the broken invariant. Otherwise
-// both are empty.
+// try runs the searches on the plugin with the mutant's defect, until one finds it. The result by
+// names who did, such as a schedule, and the result what is the broken invariant. If none finds the
+// defect, both are empty.
 func (m mutant) try(ctx context.Context, root, dir string, schedules int) (by, what string, err error) {
 	path, text, err := m.apply(root)
 	if err != nil {
@@ -87,7 +108,7 @@ func (m mutant) try(ctx context.Context, root, dir string, schedules int) (by, w
 	if err = errors.Join(err, os.WriteFile(changed, text, 0o600), os.WriteFile(overlay, replaced, 0o600)); err != nil {
 		return "", "", err
 	}
-	build := exec.CommandContext(ctx, "go", "test", "-c", "-overlay", overlay, "-o", binary, "./test/schedules")
+	build := exec.CommandContext(ctx, "go", "test", "-c", "-ldflags=-s -w", "-overlay", overlay, "-o", binary, "./test/schedules")
 	if output, err := build.CombinedOutput(); err != nil {
 		return "", "", fmt.Errorf("mutant %q: %w: %s", m.name, err, output)
 	}
@@ -99,26 +120,21 @@ func (m mutant) try(ctx context.Context, root, dir string, schedules int) (by, w
 		output, err := c.CombinedOutput()
 		return string(output), err != nil && ctx.Err() == nil
 	}
-	// The faster of the two tests runs first.
-	for _, name := range []string{"^TestPolicyChanges", "^TestInvariantsHoldUnderFaults"} {
-		output, failed := test("-test.run", name, "-seed", "1", "-policies", strconv.Itoa(schedules), "-schedules", strconv.Itoa(schedules))
-		if s := seed.FindStringSubmatch(output); s != nil {
-			return s[1], cell(first.FindStringSubmatch(output)), nil
+	for _, search := range searches(schedules) {
+		output, failed := test(append(search.args, "-seed", "1")...)
+		if found := search.found.FindStringSubmatch(output); found != nil {
+			return found[1], cell(found[2]), nil
 		}
 		if failed {
-			return "the schedules, by a crash", cell([]string{"", output[:min(len(output), 200)]}), nil
+			return "the schedules, by a crash", cell(output[:min(len(output), 200)]), nil
 		}
 	}
 	return "", "", nil
 }
 
-// cell formats the text that the first group of a regular expression matched, for a cell of a
-// Markdown table.
-func cell(found []string) string {
-	if len(found) < 2 {
-		return ""
-	}
-	text := strings.ReplaceAll(strings.ReplaceAll(found[1], "|", "/"), "\n", " ")
+// cell formats text for a cell of a Markdown table.
+func cell(text string) string {
+	text = strings.ReplaceAll(strings.ReplaceAll(text, "|", "/"), "\n", " ")
 	if len(text) > 160 {
 		text = strings.ToValidUTF8(text[:160], "") + "…"
 	}

@@ -3,7 +3,6 @@ package main
 const (
 	checkpointDir = "pkg/checkpoint"
 	durableDir    = "pkg/durable"
-	lockDir       = "pkg/lock"
 	prepareDir    = "pkg/prepare"
 	ledgerDir     = "pkg/prepare/ledger"
 	reconcileDir  = "pkg/prepare/reconcile"
@@ -18,8 +17,7 @@ var mutants = []mutant{
 	{"a new file name is not synced to the disk", durableDir, "Replace", skip{call{to: "SyncDir"}}},
 	{"a removed file name is not synced to the disk", durableDir, "Remove", skip{call{to: "SyncDir"}}},
 	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
-	{"two instances lock the same GPU", lockDir, "open", instead{"TryLock", "TryRLock"}},
-	{"two instances lock the same claim", lockDir, "lockPart", instead{"F_WRLCK", "F_RDLCK"}},
+	{"claims are not locked", prepareDir, "(*Preparer).LockClaim", lastArgument{call{to: "Acquire"}, ""}},
 	{"GPUs are not locked", prepareDir, "LockGPUs", lastArgument{call{to: "Add"}, ""}},
 	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepare", skip{call{to: "checkConflicts"}}},
 	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},

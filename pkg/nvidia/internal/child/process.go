@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/tail"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 )
 
 const (
@@ -34,7 +35,8 @@ type Command struct {
 	Args []string
 	// Env are variables in addition to those of this process.
 	Env []string
-	// Hidden are device nodes that the process must not be able to open.
+	// Hidden are device nodes that the process should not open. If hiding them fails, it can open
+	// them, but it is not asked about their cards.
 	Hidden []string
 }
 
@@ -75,7 +77,7 @@ func Start[M any](c Command, order any) (*Process[M], error) {
 	}
 	command.Stderr = p.stderr
 	command.WaitDelay = exitLimit
-	if err := startHiding(command, c.Hidden); err != nil {
+	if onecard.Hide(c.Hidden, func() { err = command.Start() }); err != nil {
 		return nil, err
 	}
 	p.PID = command.Process.Pid

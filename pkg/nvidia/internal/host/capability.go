@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
@@ -104,19 +103,9 @@ func makeCapabilityNode(p nvidia.Paths, c capability) error {
 	root := p.DeviceRoot()
 	err = c.make(root, major)
 	if errors.Is(err, unix.EROFS) && root != "/" {
-		root = "/"
-		err = c.make(root, major)
+		err = c.make("/", major)
 	}
-	if err != nil {
-		return err
-	}
-	node := filepath.Join(root, CapabilityNode(c.minor))
-	if err := p.LinkDeviceNode(node, p.Host(node)); err != nil {
-		// Without the link a container loses the instance when systemd reloads its units. Without the
-		// instance it would not start.
-		klog.ErrorS(err, "Failed to link a capability device node by number")
-	}
-	return nil
+	return err
 }
 
 func (c capability) make(root string, major uint32) error {

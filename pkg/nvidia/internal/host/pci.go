@@ -7,56 +7,30 @@ import (
 	"slices"
 	"strings"
 	"syscall"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
-// Bus lists NVIDIA's display controllers on the PCI bus. A server has hundreds of PCI functions,
-// so Bus reads a function's files only once, until another function takes its address. The zero
-// value is ready to use. It is not safe for concurrent use.
-type Bus struct {
-	functions map[string]function // by PCI address
-}
-
-type function struct {
-	vendor durable.Stamp // stamp of the file vendor, which another function replaces
-	isGPU  bool
-}
-
-// GPUs lists the PCI functions with vendor 10de and class 03xxxx. NVSwitches (0680xx) and audio
-// functions do not match.
-func (b *Bus) GPUs(sysfs string, now time.Time) ([]device.PCIAddress, error) {
+// GPUs lists NVIDIA's display controllers on the PCI bus: the functions with vendor 10de and class
+// 03xxxx. NVSwitches (0680xx) and audio functions do not match.
+func GPUs(sysfs string) ([]device.PCIAddress, error) {
 	dir := filepath.Join(sysfs, "bus", "pci", "devices")
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("list PCI devices: %w", err)
 	}
-	functions := make(map[string]function, len(entries))
 	var gpus []device.PCIAddress
 	for _, e := range entries {
-		vendor := filepath.Join(dir, e.Name(), "vendor")
-		f, known := b.functions[e.Name()]
-		if stamp := durable.StampOf(vendor); !known || f.vendor != stamp {
-			f = function{stamp, hostfile.ReadTrimmed(vendor) == "0x10de" &&
-				strings.HasPrefix(hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "class")), "0x03")}
-		}
-		if f.vendor.Settled(now) {
-			functions[e.Name()] = f
-		}
-		if address, err := device.ParsePCIAddress(e.Name()); err == nil && f.isGPU {
+		address, err := device.ParsePCIAddress(e.Name())
+		if err == nil && hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "vendor")) == "0x10de" &&
+			strings.HasPrefix(hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "class")), "0x03") {
 			gpus = append(gpus, address)
 		}
 	}
-	b.functions = functions
 	slices.Sort(gpus)
 	return gpus, nil
 }
-
-// GPUs lists NVIDIA's display controllers on the PCI bus, without a cache.
-func GPUs(sysfs string) ([]device.PCIAddress, error) { return new(Bus).GPUs(sysfs, time.Now()) }
 
 // Driver returns the name of the kernel driver that is bound to a PCI function, empty if none
 // is.

@@ -117,7 +117,9 @@ func (s *scale) onCluster(ctx context.Context) (err error) {
 		defer cancel()
 		err = errors.Join(err, cluster.Down(end, name), os.RemoveAll(folder))
 	}()
-	c, err := cluster.Up(ctx, cluster.Options{Name: name, ControlPlaneOnly: true, Kubernetes: s.version, Output: os.Stderr})
+	c, err := cluster.Up(ctx, cluster.Options{
+		Name: name, ControlPlaneOnly: true, Kubernetes: s.version, ReleaseDefaults: true, Output: os.Stderr,
+	})
 	if err != nil {
 		return err
 	}

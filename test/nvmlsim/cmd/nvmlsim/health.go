@@ -49,9 +49,28 @@ func onGPU(n *node, use, short string, args int, change func(f *state.File, gpu 
 	}
 }
 
+// lostAnswers are the values of lose --answers.
+var lostAnswers = map[string]state.LostAnswer{
+	model.LostGPULost: state.LostGone, model.LostGPUUnknown: state.LostUnknown, model.LostGPUSilent: state.LostSilent,
+}
+
 func newLose(n *node) *cobra.Command {
-	return onGPU(n, "lose GPU", "Drop a GPU off the bus: XID 79, then GPU_IS_LOST; the next driver load does not find the GPU", 1,
-		func(f *state.File, gpu int, _ []string) error { return f.Lose(gpu) })
+	var answers string
+	command := onGPU(n, "lose GPU", "Drop a GPU off the bus: XID 79, then GPU_IS_LOST; the next driver load does not find the GPU", 1,
+		func(f *state.File, gpu int, _ []string) error {
+			if answers == "" {
+				return f.Lose(gpu)
+			}
+			answer, known := lostAnswers[answers]
+			if !known {
+				return fmt.Errorf("%q is none of lost, unknown, silent", answers)
+			}
+			return f.LoseAs(gpu, answer)
+		})
+	command.Flags().StringVar(&answers, "answers", "",
+		"what calls return: lost (GPU_IS_LOST), unknown, or silent (after 6 s UNKNOWN and XID 119, and no XID 79); "+
+			"default: the node file's lostGPU")
+	return command
 }
 
 func newRestore(n *node) *cobra.Command {

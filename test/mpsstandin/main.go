@@ -1,6 +1,7 @@
-// Command standin fakes the driver's MPS programs in tests. It acts as the program by whose name it
-// is called: the MPS server, or else the control daemon with the faults that a test chose. Called
-// as "join", it runs a program as another user in the mount namespace of a process.
+// Command mpsstandin fakes the driver's MPS programs in tests of package mps/supervisor. It acts as
+// the program by whose name it is called: the MPS server, or else the control daemon with the
+// faults that a test chose. Called as "join", it runs a program as another user in the mount
+// namespace of a process.
 package main
 
 import (

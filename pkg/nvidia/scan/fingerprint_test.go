@@ -4,7 +4,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
@@ -54,21 +53,14 @@ func TestFingerprintChangesWithScanInputs(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := nvidiatest.NewHost(t)
-			detector := NewChangeDetector(h.Paths())
-			// At this time the ChangeDetector still uses its cached directory listings.
-			detector.now = func() time.Time { return time.Now().Add(relistInterval / 2) }
-			before := detector.Fingerprint()
-			if again := detector.Fingerprint(); again != before {
+			before := Fingerprint(h.Paths())
+			if again := Fingerprint(h.Paths()); again != before {
 				t.Fatalf("%s, then %s without a change", before, again)
 			}
 			awaitNewFileTime(h)
 			change(h)
-			after := detector.Fingerprint()
-			if after == before {
+			if Fingerprint(h.Paths()) == before {
 				t.Error("the fingerprint did not change")
-			}
-			if fresh := NewChangeDetector(h.Paths()).Fingerprint(); fresh != after {
-				t.Errorf("got %s, but %s from a new detector", after, fresh)
 			}
 		})
 	}
@@ -86,13 +78,13 @@ func awaitNewFileTime(h nvidiatest.Host) {
 
 func TestFingerprintIgnoresUnrelatedFiles(t *testing.T) {
 	h := nvidiatest.NewHost(t)
-	before := NewChangeDetector(h.Paths()).Fingerprint()
+	before := Fingerprint(h.Paths())
 	h.File("driver/usr/lib64/libssl.so", "")
 	h.File("driver/dev/tty", "")
 	if err := os.Chmod(h.Root, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if NewChangeDetector(h.Paths()).Fingerprint() != before {
+	if Fingerprint(h.Paths()) != before {
 		t.Error("the fingerprint changed")
 	}
 }
@@ -100,8 +92,8 @@ func TestFingerprintIgnoresUnrelatedFiles(t *testing.T) {
 func TestFingerprintChangesWithInstances(t *testing.T) {
 	h := nvidiatest.NewHost(t)
 	f := nvidiatest.NewMIG(h, 1)
-	files := WithoutInstances(NewChangeDetector(h.Paths()).Fingerprint())
-	seen := map[string]bool{NewChangeDetector(h.Paths()).Fingerprint(): true}
+	files := WithoutInstances(Fingerprint(h.Paths()))
+	seen := map[string]bool{Fingerprint(h.Paths()): true}
 	for _, change := range []func(){
 		func() { f.Partition(t, 19, 0, 1) },
 		func() { f.AddCompute(1, 0) },
@@ -109,7 +101,7 @@ func TestFingerprintChangesWithInstances(t *testing.T) {
 		func() { h.Remove(f.Folder(1)) },
 	} {
 		change()
-		now := NewChangeDetector(h.Paths()).Fingerprint()
+		now := Fingerprint(h.Paths())
 		if seen[now] || WithoutInstances(now) != files || now == files {
 			t.Errorf("fingerprint after a change: %s", now)
 		}
