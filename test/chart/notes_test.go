@@ -59,6 +59,25 @@ func TestNotesExplainResourceLimits(t *testing.T) {
 	}
 }
 
+func TestNotesSayHowToBuildUnreleasedImage(t *testing.T) {
+	for name, c := range map[string]struct {
+		args []string
+		says string
+	}{
+		"the checkout's chart": {says: "make image IMAGE=REGISTRY/gpu-dra-driver:0.1.0 VERSION=0.1.0"},
+		"another tag":          {args: []string{"--set", "image.tag=v7"}, says: "make image IMAGE=REGISTRY/gpu-dra-driver:v7 VERSION=v7"},
+		"an own repository":    {args: []string{"--set", "image.repository=registry.example.com/gpu-dra-driver"}},
+		"a released chart":     {args: []string{"--set", "image.digest=sha256:" + strings.Repeat("0", 64)}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := notes(t, "1.36.3", c.args...)
+			if !strings.Contains(got, c.says) || (c.says == "" && strings.Contains(got, "make image")) {
+				t.Errorf("want %q in the notes:\n%s", c.says, got)
+			}
+		})
+	}
+}
+
 func TestNotesWarnAboutSlowScheduler(t *testing.T) {
 	const warning = "number of nodes that publish counters"
 	for name, c := range map[string]struct {

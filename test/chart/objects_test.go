@@ -98,13 +98,14 @@ func TestPluginAcceptsRenderedConfiguration(t *testing.T) {
 				t.Fatal(err)
 			}
 			container := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec.Containers[0]
-			environ := []string{"GPU_DRA_CONFIG=" + path}
+			environ := map[string]string{"GPU_DRA_CONFIG": path}
 			for _, e := range container.Env {
 				if e.ValueFrom != nil {
-					environ = append(environ, e.Name+"=node-1")
+					environ[e.Name] = "node-1"
 				}
 			}
-			cfg, err := config.Load("gpu-kubelet-plugin", container.Args, environ, nil)
+			lookupEnv := func(name string) (string, bool) { v, ok := environ[name]; return v, ok }
+			cfg, err := config.Load("gpu-kubelet-plugin", container.Args, lookupEnv, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

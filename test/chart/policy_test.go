@@ -1,6 +1,7 @@
 package chart
 
 import (
+	"cmp"
 	"strings"
 	"testing"
 
@@ -33,8 +34,8 @@ func (e expression) ReturnTypes() []*cel.Type { return []*cel.Type{e.returns} }
 
 // policy is a ValidatingAdmissionPolicy of the chart, compiled for the oldest supported API server.
 type policy struct {
-	conditions, validations plugincel.ConditionEvaluator
-	messages                []string
+	conditions, validations, sentences plugincel.ConditionEvaluator
+	messages                           []string // of the validations that have no sentence, or whose sentence fails
 }
 
 func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy) policy {
@@ -58,15 +59,13 @@ func compile(t *testing.T, p *admissionregistrationv1.ValidatingAdmissionPolicy)
 	for _, v := range p.Spec.Validations {
 		validations = append(validations, expression{"", v.Expression, cel.BoolType})
 		compiled.messages = append(compiled.messages, v.Message)
-		if v.MessageExpression != "" {
-			messages = append(messages, expression{"", v.MessageExpression, cel.StringType})
-		}
+		messages = append(messages, expression{"", cmp.Or(v.MessageExpression, "''"), cel.StringType})
 	}
 	compiled.conditions = compiler.CompileCondition(conditions, declared, environment.NewExpressions)
 	compiled.validations = compiler.CompileCondition(validations, declared, environment.NewExpressions)
+	compiled.sentences = compiler.CompileCondition(messages, declared, environment.NewExpressions)
 	for _, errs := range [][]error{
-		compiled.conditions.CompilationErrors(), compiled.validations.CompilationErrors(),
-		compiler.CompileCondition(messages, declared, environment.NewExpressions).CompilationErrors(),
+		compiled.conditions.CompilationErrors(), compiled.validations.CompilationErrors(), compiled.sentences.CompilationErrors(),
 	} {
 		for _, err := range errs {
 			if err != nil {
@@ -94,8 +93,8 @@ func (p policy) sliceVerdict(t *testing.T, who user.Info, object, old *resourcea
 	return p.verdict(t, who, admission.Update, resource, "", object, old)
 }
 
-// verdict returns "" if the policy allows the request. Otherwise it returns the messages of the
-// validations that refuse it.
+// verdict returns "" if the policy allows the request. Otherwise it returns the fixed messages of
+// the validations that refuse it, and then what the user reads.
 func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operation, resource schema.GroupVersionResource,
 	subresource string, object, old runtime.Object) string {
 	t.Helper()
@@ -120,15 +119,31 @@ func (p policy) verdict(t *testing.T, who user.Info, operation admission.Operati
 	if !p.all(t, p.conditions, attributes, request, nil) {
 		return ""
 	}
-	refused := ""
-	p.all(t, p.validations, attributes, request, func(i int) { refused += p.messages[i] })
-	return refused
+	refused, first := "", -1
+	p.all(t, p.validations, attributes, request, func(i int) {
+		refused += p.messages[i]
+		if first < 0 {
+			first = i
+		}
+	})
+	if first < 0 {
+		return ""
+	}
+	sentences, _, err := p.sentences.ForInput(t.Context(), attributes, request, plugincel.OptionalVariableBindings{}, nil, 1<<24)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sentence, _ := sentences[first].EvalResult.Value().(string)
+	if sentence == "" || strings.Contains(sentence, "\n") {
+		sentence = p.messages[first]
+	}
+	return refused + "\n" + sentence
 }
 
 func (p policy) all(t *testing.T, e plugincel.ConditionEvaluator, attributes *admission.VersionedAttributes,
 	request *admissionv1.AdmissionRequest, no func(int)) bool {
 	t.Helper()
-	results, _, err := e.ForInput(t.Context(), attributes, request, plugincel.OptionalVariableBindings{}, nil, 1<<20)
+	results, _, err := e.ForInput(t.Context(), attributes, request, plugincel.OptionalVariableBindings{}, nil, 1<<22)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -33,6 +33,7 @@ func TestBadInput(t *testing.T) {
 	w.offers(t, badNode, badGPUs)
 
 	t.Run("OpaqueConfigTheAPIRefuses", w.testOpaqueConfigTheAPIRefuses)
+	t.Run("EarlyRefusals", w.testEarlyRefusals)
 	t.Run("OpaqueConfig", w.testOpaqueConfig)
 	t.Run("OpaqueConfigThatNamesTheNode", w.testOpaqueConfigThatNamesTheNode)
 	t.Run("UnknownDevice", w.testUnknownDevice)

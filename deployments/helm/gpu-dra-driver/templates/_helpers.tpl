@@ -106,6 +106,10 @@ one expires within an hour. The kubelet renews the file before that, and client-
 {{- include "gpu-dra-driver.fullname" . }}-claim-status
 {{- end -}}
 
+{{- define "gpu-dra-driver.parameterPolicyName" -}}
+{{- include "gpu-dra-driver.fullname" . }}-parameters
+{{- end -}}
+
 {{- define "gpu-dra-driver.uninstallName" -}}
 {{- include "gpu-dra-driver.fullname" . }}-uninstall
 {{- end -}}
