@@ -1,0 +1,45 @@
+// kubectl-gpu is a kubectl plugin (kubectl gpu …) for people on call: why a claim waits, what the
+// fleet does, and what is wrong with it. It only reads. Every command works with a cluster, by any
+// kubeconfig, and with an archive of `kubectl gpu gather` (--archive).
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"syscall"
+)
+
+// version is the program's version, which the linker sets.
+var version = "devel"
+
+const (
+	exitFailed = 1
+	// exitFindings is the exit code of doctor and migrate check if they found something.
+	exitFindings = 3
+)
+
+// memoryLimit makes the garbage collector work harder before the process has 500 MB.
+const memoryLimit = 450 << 20
+
+// errFindings ends a command with exitFindings. The findings are its output.
+var errFindings = errors.New("findings")
+
+func main() {
+	// The first signal cancels ctx. A second one ends the process at once.
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	context.AfterFunc(ctx, stop)
+	debug.SetMemoryLimit(memoryLimit)
+	err := newCommand(os.Stdout, os.Stderr).ExecuteContext(ctx)
+	switch {
+	case err == nil:
+	case errors.Is(err, errFindings):
+		os.Exit(exitFindings)
+	default:
+		fmt.Fprintln(os.Stderr, "kubectl gpu:", err)
+		os.Exit(exitFailed)
+	}
+}
