@@ -108,6 +108,7 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 			c := &containers{programs: s.programs, work: s.work, specs: set, libraries: driverLibraries(s.report.Driver)}
 			s.checkListing(ctx, c, offered)
 			s.checkCUDA(ctx, c, offered[0])
+			s.checkMPS(ctx, c, offered[0])
 		}
 		s.checkScans(ctx, w)
 	}

@@ -47,7 +47,12 @@ type guest struct {
 	// copied says that hwcheck copies the program into the container. Otherwise the CDI spec mounts
 	// it.
 	copied bool
+	// onlyByRunc says that the program must not run without a PID namespace, which only runc creates.
+	onlyByRunc bool
 }
+
+// errNotByRunc is the error of an outcome whose program did not run, because only runc may run it.
+var errNotByRunc = errors.New("it may run only in a container made by runc")
 
 // containers runs programs in containers with CDI devices. It uses the way that proves most among
 // those that this machine allows.
@@ -67,10 +72,13 @@ type containers struct {
 
 // run runs a program with args in a new container that has these CDI devices. If the machine does
 // not allow the current way (runc first, then a chroot), run uses the next one, now and in later
-// calls.
+// calls. For a guest with onlyByRunc it returns errNotByRunc and the reason instead.
 func (c *containers) run(ctx context.Context, p guest, devices []string, args ...string) outcome {
 	if err := checkPermitted(filepath.Base(p.inside), args); err != nil {
 		return outcome{err: err}
+	}
+	if p.onlyByRunc && c.way != byRunc {
+		return outcome{err: fmt.Errorf("%w (%s)", errNotByRunc, strings.Join(c.refused, "; "))}
 	}
 	for {
 		var result outcome
@@ -85,6 +93,9 @@ func (c *containers) run(ctx context.Context, p guest, devices []string, args ..
 		}
 		if refused == nil || ctx.Err() != nil {
 			return result
+		}
+		if p.onlyByRunc {
+			return outcome{err: fmt.Errorf("%w (%w)", errNotByRunc, refused)}
 		}
 		c.refused = append(c.refused, refused.Error())
 		c.way++

@@ -261,6 +261,7 @@ const (
 	endCheck       = "the watcher ends and releases the GPUs"
 	cudaWithout    = "CUDA sees no GPU in a container without one"
 	cudaWith       = "CUDA computes in a container with one GPU"
+	mpsWith        = "MPS clients have a pinned memory limit"
 )
 
 // all returns a map from each of the names of comparisons to the same verdict v.
@@ -295,7 +296,7 @@ func TestMatchingMachineAgrees(t *testing.T) {
 			r := m.check(m.in0()...)
 			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck,
 				gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
-			r.wantVerdicts(t, all(facts.NotProven, cudaWithout, cudaWith))
+			r.wantVerdicts(t, all(facts.NotProven, cudaWithout, cudaWith, mpsWith))
 			described, err := model.ReadNode(filepath.Join(simulator, "nodes", name+".yaml"), t.Name())
 			if err != nil {
 				t.Fatal(err)
@@ -322,6 +323,9 @@ func TestMatchingMachineAgrees(t *testing.T) {
 func (r result) wantOnlyCUDANotProven(t *testing.T) {
 	t.Helper()
 	for _, c := range r.facts.Checks {
+		if c.Name == mpsWith && c.Verdict == facts.NotProven && strings.HasPrefix(c.Detail, "simulated library: the daemon started and ended;") {
+			continue
+		}
 		isCUDA := c.Name == cudaWith || c.Name == cudaWithout
 		if isCUDA && !strings.HasPrefix(c.Detail, "simulated library: CUDA error 100 in cuInit") || !isCUDA && c.Verdict != facts.Agreed {
 			t.Errorf("%+v", c)
@@ -408,6 +412,7 @@ func TestCheckWithoutRuncNamesTheGap(t *testing.T) {
 		r := n.check(n.in0()...)
 		r.wantVerdicts(t, all(facts.NotProven, containers...))
 		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
+		r.wantNoDaemon(t, "runc made no container")
 		if r.code != exitNotProven || !strings.Contains(r.report, "ran in a chroot") || !strings.Contains(r.report, "runc made no container") {
 			t.Errorf("exit code %d\n%s", r.code, r.errOut)
 		}
@@ -418,6 +423,7 @@ func TestCheckWithoutRuncNamesTheGap(t *testing.T) {
 		r := n.check(append([]string{m.hwcheck(), stageWithoutCapabilities}, n.in0()...)...)
 		r.wantVerdicts(t, all(facts.NotProven, containers...))
 		r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck))
+		r.wantNoDaemon(t, "no mount namespace")
 		r.wantVerdicts(t, all(facts.NotProven, gettersCheck))
 		r.wantVerdicts(t, all(facts.Agreed, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
 		if r.code != exitNotProven || !strings.Contains(r.report, "ran on the machine itself") ||
@@ -425,6 +431,18 @@ func TestCheckWithoutRuncNamesTheGap(t *testing.T) {
 			t.Errorf("exit code %d\n%s", r.code, r.errOut)
 		}
 	})
+}
+
+// wantNoDaemon fails the test unless the report says that no MPS daemon was started, and why.
+func (r result) wantNoDaemon(t *testing.T, why string) {
+	t.Helper()
+	for _, c := range r.facts.Checks {
+		if c.Name == mpsWith && c.Verdict == facts.NotProven && r.facts.MPS == nil &&
+			strings.Contains(c.Detail, "no daemon was started") && strings.Contains(c.Detail, why) {
+			return
+		}
+	}
+	t.Errorf("want no MPS daemon because of %q: %+v, %+v", why, r.facts.MPS, r.facts.Checks)
 }
 
 func TestUnusableDriverIsReported(t *testing.T) {

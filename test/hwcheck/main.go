@@ -37,6 +37,8 @@ const (
 
 const promise = `This check only reads. It runs gpu-kubelet-plugin inventory and watch, a comparison through NVML,
 nvidia-smi without arguments or with -L, runc, and a CUDA program of its own that uses 4 KiB of one GPU.
+The program also runs as two clients of an MPS daemon in a container made by runc, with 256 MiB each,
+or 1.25 GiB each if MPS does not enforce their limit. With less than 3 GiB free it starts no daemon.
 Every program that uses the driver runs without capabilities, so the driver itself would refuse to
 change a GPU. Only a closed list of NVML getters also runs with CAP_SYS_ADMIN. MIG layout, clocks,
 power, persistence and compute mode stay as they are, nothing is reset, and the check removes its
@@ -109,7 +111,9 @@ func parse(args []string, errOut io.Writer) (options, error) {
 	flags.StringVar(&o.models, "models", "", "folder of GPU model files; empty means those that came with this program")
 	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json, created if missing")
 	flags.IntVar(&o.scans, "scans", 100, "how often to scan the GPUs in search of a leak, at least 1")
-	flags.BoolVar(&o.cuda, "cuda", true, "run a CUDA program on one GPU; it takes the GPU's context memory for a second")
+	flags.BoolVar(&o.cuda, "cuda", true, "run a CUDA program on one GPU, alone and as two MPS clients; "+
+		"for seconds it takes the memory of its contexts and 512 MiB, or 2.5 GiB if MPS does not enforce its memory limit; "+
+		"no MPS daemon is started without runc or with less than 3 GiB free")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}

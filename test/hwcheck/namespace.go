@@ -83,11 +83,18 @@ func (c *containers) inNamespace(ctx context.Context, p guest, devices, args []s
 			cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getegid(), Size: 1}}
 		}
 	}})
-	var exit *exec.ExitError
-	if result.err != nil && (!errors.As(result.err, &exit) || exit.ExitCode() == exitNotEntered) {
+	if notEntered(result) {
 		return outcome{}, fmt.Errorf("no mount namespace: %s", result.summary())
 	}
 	return result, nil
+}
+
+// notEntered reports whether the program could not be started in the namespace. All other errors
+// are outcomes of the program: that it failed, did not end in time, or left a process that holds
+// its output.
+func notEntered(o outcome) bool {
+	var exit *exec.ExitError
+	return o.err != nil && (!o.started || errors.As(o.err, &exit) && exit.ExitCode() == exitNotEntered)
 }
 
 // linkSoname creates the soname link of a mounted library in rootfs, unless the library has no

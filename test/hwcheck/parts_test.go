@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"io"
 	"os"
 	"os/exec"
@@ -33,6 +35,7 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 		{plugin, []string{"watch", "more"}, false},
 		{plugin, []string{"partition"}, false}, // it changes MIG layouts
 		{cudaCheck, nil, true},
+		{cudaCheck, []string{mpsArgument}, true},
 		{cudaCheck, []string{"more"}, false},
 		{plugin, nil, false}, // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
@@ -213,6 +216,62 @@ func TestCUDAVerdicts(t *testing.T) {
 		})
 	}
 }
+
+// Only a namespace that was refused may lead to the next way. An error of a program that did run
+// must not, because the program would run again on the machine itself.
+func TestOnlyRefusedNamespaceLeadsToNextWay(t *testing.T) {
+	code := func(code string) error { return exec.Command("/bin/sh", "-c", "exit "+code).Run() }
+	for _, x := range []struct {
+		name string
+		o    outcome
+		want bool
+	}{
+		{"success", outcome{started: true}, false},
+		{"no process", outcome{err: unix.EPERM}, true},
+		{"not entered", outcome{err: code("125"), started: true}, true},
+		{"the program failed", outcome{err: code("1"), started: true}, false},
+		{"a process holds the output", outcome{err: exec.ErrWaitDelay, started: true}, false},
+		{"it ended well after the limit", outcome{err: context.DeadlineExceeded, started: true}, false},
+	} {
+		if got := notEntered(x.o); got != x.want {
+			t.Errorf("%s: %t, want %t", x.name, got, x.want)
+		}
+	}
+}
+
+// A program in a chroot that leaves a process with its output must not run again without a chroot.
+func TestProcessThatStaysIsNoRefusal(t *testing.T) {
+	t.Parallel() // it waits for seconds
+	count := filepath.Join(t.TempDir(), "count")
+	c := &containers{
+		programs: programs{self: writeScript(t, "hwcheck", "echo $1 >>"+count+"\nsleep 7 &\n")}, work: t.TempDir(),
+		specs: &specSet{}, libraries: []string{"/bin/true"}, way: inNamespace,
+	}
+	result := c.run(t.Context(), guest{host: "/bin/true", inside: filepath.Join("/usr/bin", cudaCheck)}, nil)
+	if errors.Is(result.err, unix.EPERM) || !exists(count) {
+		t.Skip("no mount namespace here: ", result.err)
+	}
+	if !errors.Is(result.err, exec.ErrWaitDelay) || c.way != inNamespace || content(count) != stageInNamespace {
+		t.Errorf("%v, way %d, started as %q", result.err, c.way, content(count))
+	}
+}
+
+const (
+	// fakeNVML is an NVML whose one GPU has $FREE_MIB free.
+	fakeNVML = `#include <stdlib.h>
+int nvmlInit_v2(void) { return getenv("FREE_MIB") ? 0 : 9; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int i, void **device) { *device = 0; return i != 0; }
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *m)
+{ (void)device; m[0] = ~0ull; m[1] = (atoll(getenv("FREE_MIB")) << 20) + 1; m[2] = 1; return 0; }
+`
+	// noFork refuses every process, and says which kill was tried.
+	noFork = `#include <errno.h>
+#include <stdio.h>
+int fork(void) { errno = EAGAIN; return -1; }
+int kill(int pid, int signal) { fprintf(stderr, "kill %d with %d\n", pid, signal); return 0; }
+`
+)
 
 func TestRootsOfLibraryFolder(t *testing.T) {
 	top := t.TempDir()

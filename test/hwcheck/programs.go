@@ -43,7 +43,7 @@ func checkPermitted(program string, args []string) error {
 	case runc:
 		ok = slices.Contains(args, "run") != slices.Contains(args, "delete")
 	case cudaCheck:
-		ok = len(args) == 0
+		ok = len(args) == 0 || slices.Equal(args, []string{mpsArgument})
 	case nvidiaSMI:
 		ok = slices.ContainsFunc(smiArguments, func(known []string) bool { return slices.Equal(known, args) })
 	}
@@ -95,6 +95,8 @@ func (p programs) path(name string) string { return filepath.Join(p.dir, name) }
 type outcome struct {
 	stdout, stderr string
 	err            error
+	// started says that there was a process, whatever became of it.
+	started bool
 }
 
 // summary describes for a report what the program printed and how it ended.
@@ -143,7 +145,7 @@ func start(ctx context.Context, c command) outcome {
 	if err != nil && ctx.Err() != nil {
 		err = errors.Join(err, context.Cause(ctx))
 	}
-	return outcome{stdout: stdout.String(), stderr: stderr.String(), err: err}
+	return outcome{stdout: stdout.String(), stderr: stderr.String(), err: err, started: cmd.Process != nil}
 }
 
 // build returns the process to start. It ends with ctx.

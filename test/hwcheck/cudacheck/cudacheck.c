@@ -3,11 +3,27 @@
  * line of JSON. It needs the C library and the driver's libcuda.so.1, and no toolkit: the kernel is
  * PTX text, which the driver compiles.
  *
- * The exit code is 0 if the line was printed, even if a call of CUDA failed.
+ * With the argument mps it starts an MPS daemon of its own and two clients with a pinned memory
+ * limit, and prints what they got. It changes no setting of the GPU: MPS works in the default
+ * compute mode. It leaves files in /tmp and maybe a daemon, so it starts one only as the first
+ * process of a container, with whose end the kernel kills the others.
+ *
+ * The exit code is 0 if the line was printed, even if a call of CUDA or NVML failed.
  */
+#define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 /* Errors of this program, next to those of CUDA, are negative. */
 enum { VALUES = 1024, THREADS = 128, NO_SYMBOL = -1, NO_LIBRARY = -2 };
@@ -57,21 +73,23 @@ static void format_uuid(const unsigned char *b)
              b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
 }
 
-/* Declares a function of libcuda and looks it up, or ends the program with the function's name. */
+/* Declares a function of libcuda or NVML and looks it up, or gives its name to FAIL and returns. */
 #define CUDA(name, ...)                                          \
     int (*name)(__VA_ARGS__) = (int (*)(__VA_ARGS__))dlsym(library, #name); \
     if (!name)                                                   \
-        return print_result(#name, NO_SYMBOL)
+        return FAIL(#name, NO_SYMBOL)
 
-/* Calls a function, or ends the program with its name and error. */
+/* Calls a function, or gives its name and error to FAIL and returns. */
 #define CALL(name, ...)                          \
     do {                                         \
         int error = name(__VA_ARGS__);           \
         if (error)                               \
-            return print_result(#name, error);   \
+            return FAIL(#name, error);           \
     } while (0)
 
-int main(void)
+#define FAIL print_result
+
+static int compute(void)
 {
     /* The driver would write the compiled kernel to the home directory. */
     setenv("CUDA_CACHE_DISABLE", "1", 1);
@@ -131,4 +149,265 @@ int main(void)
     CUDA(cuDevicePrimaryCtxRelease_v2, int);
     CALL(cuDevicePrimaryCtxRelease_v2, device);
     return print_result("done", 0);
+}
+
+#undef FAIL
+
+/* ---- two clients of an MPS daemon */
+
+#define CONTROL "nvidia-cuda-mps-control"
+#define LIMIT "0=1024M"
+enum {
+    CLIENTS = 2,
+    MIB = 1 << 20,
+    FITS_MIB = 256, /* far below the limit, for contexts of any size */
+    EXCEEDS_MIB = 1024,
+    /* If the limit fails, the clients take 2560 MiB and their contexts. With less memory a refusal
+       would not prove the limit. mpsFreeMiB in mps.go is the same value. */
+    ENOUGH_MIB = 3072,
+    OUT_OF_MEMORY = 2, /* CUresult */
+    PATIENCE_MS = 20000,
+    PAUSE_MS = 100,
+};
+
+/* What the program prints, in the fields of MPS (test/hwcheck/facts). */
+static struct {
+    long free_mib;
+    bool started;
+    int servers;
+    int clients;
+    int allocated;
+    int refused;
+    bool ended;
+} shared;
+
+static int print_shared(const char *step, int error)
+{
+    printf("{\"step\":\"%s\",\"error\":%d,\"freeMiB\":%ld,\"started\":%s,\"servers\":%d,\"clients\":%d,"
+           "\"allocated\":%d,\"refused\":%d,\"ended\":%s}\n",
+           step, error, shared.free_mib, shared.started ? "true" : "false", shared.servers, shared.clients,
+           shared.allocated, shared.refused, shared.ended ? "true" : "false");
+    return 0;
+}
+
+/* What a client sends to its parent. step is the call that failed, or "done". */
+struct client_result {
+    char step[40];
+    int error;
+    int allocated; /* 1: memory below the limit was granted */
+    int refused;   /* 1: memory above the limit was refused as out of memory */
+};
+
+static int note(struct client_result *r, const char *step, int error)
+{
+    snprintf(r->step, sizeof r->step, "%s", step);
+    r->error = error;
+    return error;
+}
+
+#define FAIL(step, error) note(r, step, error)
+
+/*
+ * Allocates memory below and above the limit, sends the result, and keeps the memory until the
+ * parent closes its end of until.
+ */
+static int client(struct client_result *r, int out, int until)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library)
+        return FAIL("dlopen", NO_LIBRARY);
+    int device, devices = 0;
+    void *context;
+    CUDA(cuInit, unsigned int);
+    CALL(cuInit, 0);
+    CUDA(cuDeviceGetCount, int *);
+    CALL(cuDeviceGetCount, &devices);
+    CUDA(cuDeviceGet, int *, int);
+    CALL(cuDeviceGet, &device, 0);
+    CUDA(cuDevicePrimaryCtxRetain, void **, int);
+    CALL(cuDevicePrimaryCtxRetain, &context, device);
+    CUDA(cuCtxSetCurrent, void *);
+    CALL(cuCtxSetCurrent, context);
+    unsigned long long small, large;
+    CUDA(cuMemAlloc_v2, unsigned long long *, size_t);
+    CALL(cuMemAlloc_v2, &small, (size_t)FITS_MIB * MIB);
+    r->allocated = 1;
+    r->refused = cuMemAlloc_v2(&large, (size_t)EXCEEDS_MIB * MIB) == OUT_OF_MEMORY;
+    FAIL("done", 0);
+    char byte;
+    if (write(out, r, sizeof *r) != sizeof *r || read(until, &byte, 1) < 0)
+        return 1;
+    CUDA(cuDevicePrimaryCtxRelease_v2, int);
+    return cuDevicePrimaryCtxRelease_v2(device); /* also frees the memory */
+}
+
+/* Reads the free memory of the first GPU with NVML, which itself takes none. */
+static int read_free_memory(struct client_result *r)
+{
+    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (!library)
+        return FAIL("dlopen", NO_LIBRARY);
+    void *device;
+    unsigned long long memory[3] = {0}; /* nvmlMemory_t: total, free, used */
+    CUDA(nvmlInit_v2, void);
+    CALL(nvmlInit_v2);
+    CUDA(nvmlDeviceGetHandleByIndex_v2, unsigned int, void **);
+    CALL(nvmlDeviceGetHandleByIndex_v2, 0, &device);
+    CUDA(nvmlDeviceGetMemoryInfo, void *, unsigned long long *);
+    CALL(nvmlDeviceGetMemoryInfo, device, memory);
+    shared.free_mib = (long)(memory[1] / MIB);
+    CUDA(nvmlShutdown, void);
+    CALL(nvmlShutdown);
+    return 0;
+}
+
+static void pause_ms(int ms)
+{
+    struct timespec t = {.tv_sec = ms / 1000, .tv_nsec = (long)(ms % 1000) * 1000000};
+    nanosleep(&t, NULL);
+}
+
+/* Sends a command to the daemon. Returns whether there was an answer without an error. */
+static bool ask(const char *command, char *answer, size_t size)
+{
+    int in[2], out[2];
+    if (pipe2(in, O_CLOEXEC) != 0 || pipe2(out, O_CLOEXEC) != 0)
+        return false;
+    pid_t pid = fork();
+    if (pid == 0) {
+        dup2(in[0], 0);
+        dup2(out[1], 1);
+        execlp(CONTROL, CONTROL, (char *)NULL);
+        _exit(127);
+    }
+    close(in[0]);
+    close(out[1]);
+    bool sent = write(in[1], command, strlen(command)) == (ssize_t)strlen(command);
+    close(in[1]);
+    size_t length = 0;
+    for (ssize_t n; length + 1 < size && (n = read(out[0], answer + length, size - 1 - length)) > 0;)
+        length += (size_t)n;
+    answer[length] = 0;
+    close(out[0]);
+    int status = 0;
+    return pid > 0 && waitpid(pid, &status, 0) == pid && status == 0 && sent && !strstr(answer, "annot");
+}
+
+/* Counts the lines of text that begin with a number. The first one becomes *first. */
+static int count_numbers(const char *text, long *first)
+{
+    int count = 0;
+    for (const char *line = text; *line; line += *line == '\n') {
+        if (*line >= '0' && *line <= '9' && count++ == 0)
+            *first = strtol(line, NULL, 10);
+        line += strcspn(line, "\n");
+    }
+    return count;
+}
+
+static pid_t start_daemon(void)
+{
+    pid_t pid = fork();
+    if (pid == 0) {
+        dup2(2, 1); /* standard output is for the result */
+        execlp(CONTROL, CONTROL, "-f", (char *)NULL);
+        _exit(127);
+    }
+    return pid;
+}
+
+/*
+ * Waits until all processes below this one have ended. Returns whether they did. The server, which
+ * the daemon leaves, is among them: orphans become children of a container's first process.
+ */
+static bool all_ended(void)
+{
+    for (int waited = 0; waited < PATIENCE_MS; waited += PAUSE_MS) {
+        pid_t ended;
+        while ((ended = waitpid(-1, NULL, WNOHANG)) > 0)
+            ;
+        if (ended < 0)
+            return errno == ECHILD;
+        pause_ms(PAUSE_MS);
+    }
+    return false;
+}
+
+static int mps(void)
+{
+    struct client_result memory = {.error = 0}, got[CLIENTS] = {0};
+    int release[CLIENTS][2], results[CLIENTS][2];
+    char answer[4096], folder[] = "/tmp/mps-XXXXXX";
+    long server = 0, ignored;
+    if (getpid() != 1) {
+        fputs("mps: not the first process of a container, so no daemon was started\n", stderr);
+        return 1;
+    }
+    if (read_free_memory(&memory) != 0 || shared.free_mib < ENOUGH_MIB)
+        return print_shared(memory.error != 0 ? memory.step : "free memory", memory.error);
+    mkdir("/dev/shm", 01777); /* they exist, except in a bare container */
+    mkdir("/tmp", 01777);
+    if (!mkdtemp(folder) || setenv("CUDA_MPS_PIPE_DIRECTORY", folder, 1) != 0 || setenv("CUDA_MPS_LOG_DIRECTORY", folder, 1) != 0) {
+        perror(folder);
+        return 1;
+    }
+    signal(SIGPIPE, SIG_IGN);
+    pid_t daemon = start_daemon();
+    if (daemon < 0) {
+        perror("fork");
+        return 1;
+    }
+    for (int waited = 0; !shared.started && waited < PATIENCE_MS && waitpid(daemon, NULL, WNOHANG) == 0; waited += PAUSE_MS) {
+        shared.started = ask("get_default_active_thread_percentage\n", answer, sizeof answer) && answer[0];
+        if (!shared.started)
+            pause_ms(PAUSE_MS);
+    }
+    if (!shared.started) /* as the first process, this one takes the daemon with it */
+        return print_shared("", 0);
+    setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", LIMIT, 1);
+    for (int i = 0; i < CLIENTS; i++) {
+        if (pipe2(results[i], O_CLOEXEC) != 0 || pipe2(release[i], O_CLOEXEC) != 0)
+            return 1;
+        if (fork() == 0) {
+            for (int j = 0; j <= i; j++)
+                close(release[j][1]);
+            struct client_result r = {.error = 0};
+            int error = client(&r, results[i][1], release[i][0]);
+            if (r.error != 0 && write(results[i][1], &r, sizeof r) != sizeof r)
+                error = 1;
+            _exit(error != 0);
+        }
+        close(results[i][1]); /* without a client, reading from it ends at once */
+        close(release[i][0]);
+    }
+    for (int i = 0; i < CLIENTS; i++) {
+        struct pollfd ready = {.fd = results[i][0], .events = POLLIN};
+        if (poll(&ready, 1, PATIENCE_MS) != 1 || read(results[i][0], &got[i], sizeof got[i]) != sizeof got[i])
+            note(&got[i], "wait for the client", -3);
+    }
+    if (ask("get_server_list\n", answer, sizeof answer))
+        shared.servers = count_numbers(answer, &server);
+    if (shared.servers > 0) {
+        char command[64];
+        snprintf(command, sizeof command, "get_client_list %ld\n", server);
+        if (ask(command, answer, sizeof answer))
+            shared.clients = count_numbers(answer, &ignored);
+    }
+    for (int i = 0; i < CLIENTS; i++)
+        close(release[i][1]);
+    ask("quit\n", answer, sizeof answer);
+    shared.ended = all_ended();
+    const struct client_result *worst = &got[0];
+    for (int i = 0; i < CLIENTS; i++) {
+        if (worst->error == 0 && got[i].error != 0)
+            worst = &got[i];
+        shared.allocated += got[i].allocated;
+        shared.refused += got[i].refused;
+    }
+    return print_shared(worst->step, worst->error);
+}
+
+int main(int argc, char **argv)
+{
+    return argc == 2 && strcmp(argv[1], "mps") == 0 ? mps() : compute();
 }

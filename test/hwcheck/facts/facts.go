@@ -20,12 +20,13 @@ type Report struct {
 	// Driver is the installed driver, or nil if none was found.
 	Driver *Driver `json:"driver,omitempty"`
 	NVML   *NVML   `json:"nvml,omitempty"`
-	// Getters, Libraries, Watcher and CUDA have the results of the check of the same name. They are
-	// nil if that check did not come so far.
+	// Getters, Libraries, Watcher, CUDA and MPS have the results of the check of the same name. They
+	// are nil if that check did not come so far.
 	Getters   *Getters   `json:"getters,omitempty"`
 	Libraries *Libraries `json:"libraries,omitempty"`
 	Watcher   *Watcher   `json:"watcher,omitempty"`
 	CUDA      *CUDA      `json:"cuda,omitempty"`
+	MPS       *MPS       `json:"mps,omitempty"`
 	Checks    []Check    `json:"checks"`
 	// Agreed is set when every check has the verdict Agreed.
 	Agreed bool `json:"agreed"`
@@ -216,6 +217,25 @@ type CUDAResult struct {
 	UUID          string `json:"uuid"`
 	Correct       int    `json:"correct"`
 	Wrong         int    `json:"wrong"`
+}
+
+// MPS is what the CUDA program printed about an MPS daemon of its own and its clients, each with a
+// pinned memory limit. Step and Error are those of CUDAResult, of the first client that failed. If
+// FreeMiB could not be read, they are the call of NVML that failed and its error.
+type MPS struct {
+	Step  string `json:"step"`
+	Error int    `json:"error"`
+	// FreeMiB is the GPU's free memory before the daemon started.
+	FreeMiB int64 `json:"freeMiB"`
+	Started bool  `json:"started"`
+	Servers int   `json:"servers"`
+	Clients int   `json:"clients"`
+	// Allocated and Refused count the clients that got memory below the limit, and that were refused
+	// memory above it.
+	Allocated int `json:"allocated"`
+	Refused   int `json:"refused"`
+	// Ended is true if daemon, server and clients ended.
+	Ended bool `json:"ended"`
 }
 
 // Verdict is the result of one check.
