@@ -1,7 +1,8 @@
-// Reference writes the tables of docs/reference.md: the flags in pkg/config, the values of the
-// chart, and the fields of the opaque configuration. The descriptions of the last two are comments
-// in values.yaml and in the Go types. `make reference` runs this program. A test fails while the
-// page is out of date.
+// Reference writes tables of the documentation. Those of docs/reference.md are the flags in
+// pkg/config, the values of the chart, and the fields of the opaque configuration. The descriptions
+// of the last two are comments in values.yaml and in the Go types. Those of docs/support.md say
+// what works on which version. `make reference` runs this program. A test fails while a page is out
+// of date.
 package main
 
 import (
@@ -31,17 +32,25 @@ func main() {
 	}
 }
 
+// pages are the pages with tables, each with the function that returns the page with current ones.
+var pages = map[string]func(root string, old []byte) ([]byte, error){page: update, supportPage: updateSupport}
+
 func write(root string) error {
-	path := root + "/" + page
-	old, err := os.ReadFile(path)
-	if err != nil {
-		return err
+	for page, update := range pages {
+		path := root + "/" + page
+		old, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		updated, err := update(root, old)
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(path, updated, 0o644); err != nil {
+			return err
+		}
 	}
-	updated, err := update(root, old)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(path, updated, 0o644)
+	return nil
 }
 
 // update returns the page old with its three tables replaced by current ones.

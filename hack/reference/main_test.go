@@ -11,18 +11,40 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 )
 
-func TestReferencePageIsUpToDate(t *testing.T) {
+func TestPagesAreUpToDate(t *testing.T) {
 	const root = "../.."
-	old, err := os.ReadFile(root + "/" + page)
-	if err != nil {
-		t.Fatal(err)
+	for page, update := range pages {
+		old, err := os.ReadFile(root + "/" + page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		updated, err := update(root, old)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(strings.Split(string(old), "\n"), strings.Split(string(updated), "\n")); diff != "" {
+			t.Errorf("%s is out of date, run `make reference` (-is +should):\n%s", page, diff)
+		}
 	}
-	updated, err := update(root, old)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff(strings.Split(string(old), "\n"), strings.Split(string(updated), "\n")); diff != "" {
-		t.Errorf("%s is out of date, run `make reference` (-is +should):\n%s", page, diff)
+}
+
+func TestSupportTablesDistinguishGates(t *testing.T) {
+	runs := map[string]run{"v1.34.4 v2.3.7": {
+		Defaults: findings{APIs: []string{"v1"}, Works: map[string]string{"taint": "no: withdrawn", "share": "no: none"}},
+		All: findings{
+			APIs: []string{"v1", "v1beta1"}, Gates: []string{"DRADeviceTaints"}, Works: map[string]string{"taint": "yes", "share": "no: rejected"},
+		},
+	}}
+	for table, rows := range map[string][]string{
+		pairTable(runs):    {"| v1.34.4 | not run | passed |", "| v1.37.0 | not run | not run |"},
+		featureTable(runs): {"| taint | with the gates | not run |", "| share | no: none. With the gates: no: rejected | not run |"},
+		apiTable(runs):     {"| `DRADeviceTaints` | off | not run |", "| versions of `resource.k8s.io` | v1 | not run |"},
+	} {
+		for _, want := range rows {
+			if !strings.Contains(table, want) {
+				t.Errorf("no %q in\n%s", want, table)
+			}
+		}
 	}
 }
 

@@ -31,16 +31,20 @@ type Programs struct {
 }
 
 // Build builds everything that a cluster needs and that is not in the cache yet; with a warm cache
-// it takes well under a second. kubernetes is as in [Options]. The working directory must be in a
-// checkout of this project.
-func Build(ctx context.Context, kubernetes string, output io.Writer) (*Programs, error) {
+// it takes well under a second. Only the versions of the options matter. The working directory must
+// be in a checkout of this project.
+func Build(ctx context.Context, options Options, output io.Writer) (*Programs, error) {
+	versions, err := options.versions()
+	if err != nil {
+		return nil, err
+	}
 	source, cache, err := findBuild()
 	if err != nil {
 		return nil, err
 	}
 	progress := toolchain.NewProgress(output)
 	built := &Programs{CacheDir: cache.Dir}
-	if built.Paths, err = cache.BuildTools(ctx, source, kubernetes, progress); err != nil {
+	if built.Paths, err = cache.BuildTools(ctx, source, versions, progress); err != nil {
 		return nil, err
 	}
 	if built.Machine, err = cache.BuildMachine(ctx, source, progress); err != nil {
@@ -53,14 +57,18 @@ func Build(ctx context.Context, kubernetes string, output io.Writer) (*Programs,
 }
 
 // BuildProgram builds the named program, and the others that come from the same build, and returns
-// the program's path. A test that needs helm but no cluster calls it, for example. kubernetes is as
-// in [Options].
-func BuildProgram(ctx context.Context, program, kubernetes string, output io.Writer) (string, error) {
+// the program's path. A test that needs helm but no cluster calls it, for example. Only the
+// versions of the options matter.
+func BuildProgram(ctx context.Context, program string, options Options, output io.Writer) (string, error) {
+	versions, err := options.versions()
+	if err != nil {
+		return "", err
+	}
 	source, cache, err := findBuild()
 	if err != nil {
 		return "", err
 	}
-	paths, err := cache.BuildTools(ctx, source, kubernetes, toolchain.NewProgress(output), program)
+	paths, err := cache.BuildTools(ctx, source, versions, toolchain.NewProgress(output), program)
 	if err != nil {
 		return "", err
 	}
@@ -129,7 +137,7 @@ type ImageBuild struct {
 // image archive, for LoadImage or Options.Images. If the same inputs were built before, it returns
 // that archive.
 func BuildImage(ctx context.Context, build ImageBuild, output io.Writer) (archive string, err error) {
-	runc, err := BuildProgram(ctx, "runc", "", output)
+	runc, err := BuildProgram(ctx, "runc", Options{}, output)
 	if err != nil {
 		return "", err
 	}

@@ -272,7 +272,7 @@ func TestFailedBootHookIsReported(t *testing.T) {
 }
 
 func TestDownCleansUpAfterKill(t *testing.T) {
-	if _, err := cluster.Build(t.Context(), "", t.Output()); err != nil {
+	if _, err := cluster.Build(t.Context(), cluster.Options{}, t.Output()); err != nil {
 		t.Fatal(err)
 	}
 	for _, milliseconds := range []int{20, 100, 300, 700, 1500, 3000} {

@@ -113,8 +113,8 @@ func (c *Cluster) describeControlPlane(options Options, credentials *credentials
 		return err
 	}
 	plane := components.ControlPlane{Address: network.address(0), FeatureGates: options.FeatureGates, Alone: options.ControlPlaneOnly}
-	if options.Kubernetes == "" {
-		plane.RuntimeConfig = components.DefaultRuntimeConfig
+	if !options.ReleaseDefaults {
+		plane.RuntimeConfig = releaseOf(options.Kubernetes).runtimeConfig()
 	}
 	spec := &machine.Spec{Name: controlPlane, Services: plane.Services(c.programPaths)}
 	spec.Network.Loopback = []string{components.KubernetesService + "/32"} // replaces kube-proxy for the Service "kubernetes"
@@ -129,7 +129,7 @@ func (c *Cluster) describeNode(options Options, index int, wanted NodeOptions, c
 	node := components.Node{
 		Name: wanted.Name, Address: network.address(index), PodNetwork: network.pods(index), FeatureGates: options.FeatureGates,
 		Labels: wanted.Labels, DisableCDI: wanted.DisableCDI, PauseImage: toolchain.PauseImage,
-		RestartPause: options.RestartPause,
+		RestartPause: options.RestartPause, Containerd: options.Containerd,
 	}
 	files, err := node.Files(c.programPaths)
 	if err != nil {

@@ -7,8 +7,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"time"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster/internal/components"
 )
 
 // DefaultName is the name of a cluster whose Options.Name is empty.
@@ -24,10 +22,14 @@ type Options struct {
 	// kubelets, and they stay unchanged because the controller that taints Nodes without heartbeats is
 	// off.
 	ControlPlaneOnly bool
-	// Kubernetes is the version of Kubernetes' programs, like v1.37.0. These programs have their own
-	// defaults for feature gates and APIs, as users get them. Empty means the version that
-	// tools/go.mod pins, with every gate and API for dynamic resource allocation on.
+	// Kubernetes is the version of Kubernetes' programs: 1.37 for the tested release of that line (see
+	// [Releases]), or v1.37.1. Empty means the version that tools/go.mod pins.
 	Kubernetes string
+	// Containerd is the version of containerd, likewise (see [ContainerdVersions]).
+	Containerd string
+	// ReleaseDefaults leaves feature gates and APIs as the release has them, as users get them.
+	// Otherwise every gate and API for dynamic resource allocation is on.
+	ReleaseDefaults bool
 	// FeatureGates are set on every component, and override the defaults.
 	FeatureGates map[string]bool
 	// RestartPause is the longest time that a kubelet waits before it restarts a container, for tests
@@ -90,9 +92,14 @@ func (o Options) complete() (Options, error) {
 	if len(o.Nodes) > maxNodes {
 		return o, fmt.Errorf("cluster %s: %d nodes wanted, at most %d fit into its network", o.Name, len(o.Nodes), maxNodes)
 	}
+	versions, err := o.versions()
+	if err != nil {
+		return o, fmt.Errorf("cluster %s: %w", o.Name, err)
+	}
+	o.Kubernetes, o.Containerd = versions.Kubernetes, versions.Containerd
 	gates := map[string]bool{}
-	if o.Kubernetes == "" {
-		gates = components.DefaultFeatureGates()
+	if !o.ReleaseDefaults {
+		gates = releaseOf(o.Kubernetes).featureGates()
 	}
 	maps.Copy(gates, o.FeatureGates)
 	o.FeatureGates = gates

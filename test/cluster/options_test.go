@@ -23,7 +23,7 @@ func TestOptionDefaults(t *testing.T) {
 	if gates := completed.FeatureGates; gates["DRADeviceTaintRules"] || !gates["New"] || !gates["DRAListTypeAttributes"] {
 		t.Errorf("gates are %v: the caller's must win over the defaults, and the other defaults stay", gates)
 	}
-	release, err := Options{Kubernetes: "v1.37.0", FeatureGates: map[string]bool{"New": true}}.complete()
+	release, err := Options{Kubernetes: "1.37", ReleaseDefaults: true, FeatureGates: map[string]bool{"New": true}}.complete()
 	if gates := release.FeatureGates; err != nil || len(gates) != 1 || !gates["New"] {
 		t.Errorf("gates of a release as users get it are %v (%v), want only the caller's", gates, err)
 	}
@@ -49,6 +49,9 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		{"a relative hook", `"hook.sh"`, Options{Nodes: []NodeOptions{{BootHook: []string{"hook.sh"}}}}},
 		{"a relative mount", `"data"`, Options{Nodes: []NodeOptions{{Mounts: []Mount{{Source: "data"}}}}}},
 		{"nodes with a control plane alone", "control plane only", Options{ControlPlaneOnly: true, Nodes: make([]NodeOptions, 1)}},
+		{"an unknown Kubernetes", "v1.37.0", Options{Kubernetes: "1.12"}},
+		{"a path as version", `"../1.37"`, Options{Kubernetes: "../1.37"}},
+		{"a containerd pre-release", "v1.7.35", Options{Containerd: "v1.7.0-rc.1"}},
 		{"too many nodes", "101 nodes", Options{Nodes: make([]NodeOptions, 101)}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -26,7 +26,7 @@ func Up(ctx context.Context, options Options) (*Cluster, error) {
 	if err := needRoot(); err != nil {
 		return nil, err
 	}
-	programs, err := Build(ctx, options.Kubernetes, options.Output)
+	programs, err := Build(ctx, options, options.Output)
 	if err != nil {
 		return nil, err
 	}

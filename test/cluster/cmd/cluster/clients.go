@@ -62,13 +62,13 @@ func clientCommands(name *string) []*cobra.Command {
 }
 
 func programCommand() *cobra.Command {
-	var kubernetes string
+	var options cluster.Options
 	command := &cobra.Command{
 		Use:   "program NAME",
 		Short: "Build a program unless it is in the cache, and print its path: kubectl, helm, ctr, runc, …",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(command *cobra.Command, args []string) error {
-			path, err := cluster.BuildProgram(command.Context(), args[0], kubernetes, command.ErrOrStderr())
+			path, err := cluster.BuildProgram(command.Context(), args[0], options, command.ErrOrStderr())
 			if err != nil {
 				return err
 			}
@@ -76,6 +76,6 @@ func programCommand() *cobra.Command {
 			return nil
 		},
 	}
-	addKubernetesFlag(command, &kubernetes)
+	addVersionFlags(command, &options)
 	return command
 }

@@ -62,23 +62,24 @@ func newCommand() *cobra.Command {
 }
 
 func buildCommand() *cobra.Command {
-	var kubernetes string
+	var options cluster.Options
 	command := &cobra.Command{
 		Use:   "build",
 		Short: "Build everything a cluster needs that is not in the cache yet",
 		Args:  cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			_, err := cluster.Build(command.Context(), kubernetes, command.ErrOrStderr())
+			_, err := cluster.Build(command.Context(), options, command.ErrOrStderr())
 			return err
 		},
 	}
-	addKubernetesFlag(command, &kubernetes)
+	addVersionFlags(command, &options)
 	return command
 }
 
-// addKubernetesFlag adds the flag that selects another Kubernetes version than the pinned one.
-func addKubernetesFlag(command *cobra.Command, version *string) {
-	command.Flags().StringVar(version, "kubernetes", "", "`version` of Kubernetes, like v1.37.0, instead of the pinned one")
+// addVersionFlags adds the flags that select other versions than the pinned ones.
+func addVersionFlags(command *cobra.Command, options *cluster.Options) {
+	command.Flags().StringVar(&options.Kubernetes, "kubernetes", "", "`version` of Kubernetes, like 1.37, instead of the pinned one")
+	command.Flags().StringVar(&options.Containerd, "containerd", "", "`version` of containerd, like 1.7, instead of the pinned one")
 }
 
 func buildImageCommand() *cobra.Command {

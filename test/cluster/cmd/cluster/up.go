@@ -15,13 +15,13 @@ import (
 // upFlags are the flags that describe a new cluster. All its nodes are alike, except that CDI can
 // be off on some of them. Other differences between nodes need the Go API.
 type upFlags struct {
-	nodes      int
-	kubernetes string
-	hook       string
-	noCDI      []string
-	gates      map[string]string
-	images     []string
-	mounts     []string
+	base   cluster.Options // the versions, and the release's own defaults
+	nodes  int
+	hook   string
+	noCDI  []string
+	gates  map[string]string
+	images []string
+	mounts []string
 }
 
 func upCommand(name *string) *cobra.Command {
@@ -42,7 +42,8 @@ func upCommand(name *string) *cobra.Command {
 	}
 	set := command.Flags()
 	set.IntVar(&flags.nodes, "nodes", 1, "number of nodes that run Pods, named node1, node2, …")
-	addKubernetesFlag(command, &flags.kubernetes)
+	addVersionFlags(command, &flags.base)
+	set.BoolVar(&flags.base.ReleaseDefaults, "release-defaults", false, "leave feature gates and APIs as the Kubernetes release has them")
 	set.StringVar(
 		&flags.hook,
 		"boot-hook",
@@ -57,7 +58,8 @@ func upCommand(name *string) *cobra.Command {
 }
 
 func (f upFlags) options(name string) (cluster.Options, error) {
-	options := cluster.Options{Name: name, Kubernetes: f.kubernetes, Images: f.images, FeatureGates: map[string]bool{}}
+	options := f.base
+	options.Name, options.Images, options.FeatureGates = name, f.images, map[string]bool{}
 	for gate, value := range f.gates {
 		on, err := strconv.ParseBool(value)
 		if err != nil {

@@ -40,23 +40,6 @@ const (
 	SchedulerPort     = 10259
 )
 
-// DefaultFeatureGates enables the device features that the pinned Kubernetes release leaves off.
-func DefaultFeatureGates() map[string]bool {
-	return map[string]bool{
-		"DRADeviceTaintRules":         true,
-		"DRAListTypeAttributes":       true,
-		"DRANodeAllocatableResources": true,
-		"DRAResourcePoolStatus":       true,
-		"DRAWorkloadResourceClaims":   true,
-		"GenericWorkload":             true, // DRAWorkloadResourceClaims needs this gate
-	}
-}
-
-// DefaultRuntimeConfig enables the API versions that the pinned Kubernetes release leaves off.
-// Without scheduling.k8s.io/v1alpha2 the API server does not become ready, because the feature gate
-// GenericWorkload needs it.
-const DefaultRuntimeConfig = "resource.k8s.io/v1beta2=true,resource.k8s.io/v1alpha3=true,scheduling.k8s.io/v1alpha2=true"
-
 // Programs returns the path of a program as a machine of the cluster sees it.
 type Programs func(name string) string
 
@@ -132,6 +115,8 @@ type Node struct {
 	Labels       map[string]string
 	// PauseImage is the full name of the image of every Pod's sandbox.
 	PauseImage string
+	// Containerd is containerd's version, like v1.7.35. Empty means the pinned one.
+	Containerd string
 	// DisableCDI makes containerd ignore CDI devices, as it does on some users' nodes.
 	DisableCDI bool
 	// RestartPause is the longest time that the kubelet waits before it restarts a container. 0 keeps

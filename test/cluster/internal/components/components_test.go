@@ -102,20 +102,26 @@ func TestPodNetworkBelongsToNode(t *testing.T) {
 }
 
 func TestContainerdCanIgnoreCDI(t *testing.T) {
-	for _, disabled := range []bool{false, true} {
-		node := example
-		node.DisableCDI = disabled
-		files, err := node.Files(program)
-		if err != nil {
-			t.Fatal(err)
-		}
-		config := string(files["/etc/containerd/config.toml"])
-		if got := strings.Contains(config, "enable_cdi = false"); got != disabled {
-			t.Errorf("with DisableCDI=%t containerd has enable_cdi = %t", disabled, !got)
-		}
-		for _, want := range []string{"sandbox = 'localhost/pause:1'", "BinaryName = '/tools/runc'", "bin_dirs = ['/tools']"} {
-			if !strings.Contains(config, want) {
-				t.Errorf("containerd's configuration lacks %q", want)
+	for version, settings := range map[string][]string{
+		"":        {"version = 3", "sandbox = 'localhost/pause:1'", "BinaryName = '/tools/runc'", "bin_dirs = ['/tools']"},
+		"v2.3.7":  {"version = 3", "sandbox = 'localhost/pause:1'"},
+		"v1.7.35": {"version = 2", "sandbox_image = 'localhost/pause:1'", "BinaryName = '/tools/runc'", "bin_dir = '/tools'"},
+	} {
+		for _, disabled := range []bool{false, true} {
+			node := example
+			node.Containerd, node.DisableCDI = version, disabled
+			files, err := node.Files(program)
+			if err != nil {
+				t.Fatal(err)
+			}
+			config := string(files["/etc/containerd/config.toml"])
+			if got := strings.Contains(config, "enable_cdi = false"); got != disabled {
+				t.Errorf("with DisableCDI=%t containerd %s has enable_cdi = %t", disabled, version, !got)
+			}
+			for _, want := range settings {
+				if !strings.Contains(config, want) {
+					t.Errorf("the configuration of containerd %s lacks %q", version, want)
+				}
 			}
 		}
 	}

@@ -72,44 +72,6 @@ func (n Node) kubeletConfiguration() ([]byte, error) {
 	return content, nil
 }
 
-func (n Node) containerdConfiguration(programs Programs) string {
-	// restrict_oom_score_adj is set because containerd cannot lower a process's OOM score without
-	// CAP_SYS_RESOURCE. disable_apparmor is set because AppArmor profiles would have to be loaded into
-	// the host's kernel.
-	return fmt.Sprintf(`version = 3
-root = '/var/lib/containerd'
-state = '/run/containerd'
-imports = []
-disabled_plugins = ['io.containerd.snapshotter.v1.btrfs', 'io.containerd.snapshotter.v1.devmapper',
-  'io.containerd.snapshotter.v1.zfs', 'io.containerd.snapshotter.v1.blockfile',
-  'io.containerd.snapshotter.v1.erofs', 'io.containerd.differ.v1.erofs']
-
-[grpc]
-  address = '%[1]s'
-
-[plugins.'io.containerd.cri.v1.images']
-  snapshotter = 'overlayfs'
-  [plugins.'io.containerd.cri.v1.images'.pinned_images]
-    sandbox = '%[2]s'
-
-[plugins.'io.containerd.cri.v1.runtime']
-  enable_cdi = %[3]t
-  cdi_spec_dirs = ['/etc/cdi', '/var/run/cdi']
-  disable_apparmor = true
-  restrict_oom_score_adj = true
-  [plugins.'io.containerd.cri.v1.runtime'.cni]
-    bin_dirs = ['%[4]s']
-    conf_dir = '%[5]s'
-  [plugins.'io.containerd.cri.v1.runtime'.containerd]
-    default_runtime_name = 'runc'
-    [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc]
-      runtime_type = 'io.containerd.runc.v2'
-      [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
-        BinaryName = '%[6]s'
-        SystemdCgroup = false
-`, containerdSocket, n.PauseImage, !n.DisableCDI, path.Dir(programs("bridge")), CNIDir, programs("runc"))
-}
-
 func (n Node) networkConfiguration() ([]byte, error) {
 	content, err := json.MarshalIndent(object{
 		"cniVersion": "1.0.0",

@@ -16,24 +16,23 @@ import (
 // kubernetesModule is the Go module from which the Kubernetes components are built.
 const kubernetesModule = "k8s.io/kubernetes"
 
-// releases matches those versions of kubernetesModule that are releases, not pre-releases.
-var releases = regexp.MustCompile(`^v1\.[0-9]+\.[0-9]+$`)
+// releases matches those versions of a module that are releases, not pre-releases.
+var releases = regexp.MustCompile(`^v[0-9]+\.[0-9]+\.[0-9]+$`)
 
-// release returns the folder of a Go module in the cache, which builds Kubernetes' programs in the
-// given version. The module's dependencies are those of Kubernetes' own go.mod. source is the
-// folder of the tool module with the pinned versions.
-func (c *Cache) release(ctx context.Context, source, version string, progress *Progress) (dir string, err error) {
+// release returns the folder of a Go module in the cache, which builds the tool's programs in the
+// given version. The module's dependencies are those of the tool's own go.mod. source is the folder
+// of the tool module with the pinned versions.
+func (c *Cache) release(ctx context.Context, source string, tool tool, version string, progress *Progress) (dir string, err error) {
 	if !releases.MatchString(version) {
-		return "", fmt.Errorf("kubernetes version %q: want one like v1.37.0", version)
+		return "", fmt.Errorf("%s version %q: want one like v1.37.0", tool.name, version)
 	}
-	const program = "kubernetes/main.go"
-	main, err := os.ReadFile(filepath.Join(source, program))
+	files, err := tool.sources(source)
 	if err != nil {
 		return "", err
 	}
-	return c.Ensure(ctx, "release", Key(version, string(main)), func(dir string) error {
-		progress.Printf("downloading Kubernetes %s", version)
-		original, err := downloadModule(ctx, source, kubernetesModule+"@"+version)
+	return c.Ensure(ctx, "release-"+tool.name, Key(version, fmt.Sprint(files)), func(dir string) error {
+		progress.Printf("downloading %s %s", tool.name, version)
+		original, err := downloadModule(ctx, source, tool.module+"@"+version)
 		if err != nil {
 			return err
 		}
@@ -41,35 +40,51 @@ func (c *Cache) release(ctx context.Context, source, version string, progress *P
 		if err != nil {
 			return err
 		}
-		if module, err = releaseModule(module, version); err != nil {
+		if module, err = releaseModule(module, tool.module, version); err != nil {
 			return err
 		}
 		sums, err := os.ReadFile(filepath.Join(original, "go.sum"))
 		if err != nil {
 			return err
 		}
-		for file, content := range map[string][]byte{"go.mod": module, "go.sum": sums, program: main} {
+		files["go.mod"], files["go.sum"] = string(module), string(sums)
+		for file, content := range files {
 			path := filepath.Join(dir, file)
 			if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 				return err
 			}
-			if err := os.WriteFile(path, content, 0o600); err != nil {
+			if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
 				return err
 			}
 		}
-		return addSums(ctx, dir)
+		return addSums(ctx, dir, tool.packages)
 	})
 }
 
-// releaseModule returns the go.mod of a module that builds Kubernetes' components. original is
-// Kubernetes' own go.mod of that version.
+// sources returns the sources of the tool's programs that are in the tool module itself. source is
+// the module's folder.
+func (t tool) sources(source string) (map[string]string, error) {
+	files := map[string]string{}
+	if t.module == kubernetesModule {
+		const program = "kubernetes/main.go"
+		main, err := os.ReadFile(filepath.Join(source, program))
+		if err != nil {
+			return nil, err
+		}
+		files[program] = string(main)
+	}
+	return files, nil
+}
+
+// releaseModule returns the go.mod of a module that builds the programs of the module path in this
+// version. original is its own go.mod.
 //
 // Kubernetes' go.mod replaces some modules by folders of its repository. The result replaces them
 // by the published modules, whose v0.37.0 belongs to Kubernetes v1.37.0.
-func releaseModule(original []byte, version string) ([]byte, error) {
+func releaseModule(original []byte, path, version string) ([]byte, error) {
 	file, err := modfile.Parse("go.mod", original, nil)
 	if err != nil {
-		return nil, fmt.Errorf("read go.mod of Kubernetes %s: %w", version, err)
+		return nil, fmt.Errorf("read go.mod of %s %s: %w", path, version, err)
 	}
 	var folders []string
 	for _, replace := range file.Replace {
@@ -77,25 +92,25 @@ func releaseModule(original []byte, version string) ([]byte, error) {
 			folders = append(folders, replace.Old.Path)
 		}
 	}
-	for _, path := range folders {
-		if err := file.AddReplace(path, "", path, "v0"+strings.TrimPrefix(version, "v1")); err != nil {
+	for _, folder := range folders {
+		if err := file.AddReplace(folder, "", folder, "v0"+strings.TrimPrefix(version, "v1")); err != nil {
 			return nil, err
 		}
 	}
 	if err := file.AddModuleStmt("cluster.test/release"); err != nil {
 		return nil, err
 	}
-	if err := file.AddRequire(kubernetesModule, version); err != nil {
+	if err := file.AddRequire(path, version); err != nil {
 		return nil, err
 	}
 	file.Cleanup()
 	return file.Format()
 }
 
-// addSums downloads the dependencies of the module in dir, and adds the checksums that the module's
-// go.sum lacks.
-func addSums(ctx context.Context, dir string) error {
-	cmd := exec.CommandContext(ctx, "go", "list", "-mod=mod", "-deps", "./...")
+// addSums downloads the dependencies of these packages of the module in dir, and adds the checksums
+// that the module's go.sum lacks.
+func addSums(ctx context.Context, dir string, packages []string) error {
+	cmd := exec.CommandContext(ctx, "go", append([]string{"list", "-mod=mod", "-deps"}, packages...)...)
 	cmd.Dir, cmd.Env = dir, append(os.Environ(), "GOWORK=off", "GOFLAGS=")
 	var complaints strings.Builder
 	cmd.Stderr = &complaints

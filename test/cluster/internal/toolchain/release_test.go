@@ -1,6 +1,7 @@
 package toolchain
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -23,7 +24,7 @@ replace (
 	k8s.io/api => ./staging/src/k8s.io/api
 )
 `
-	got, err := releaseModule([]byte(original), "v1.37.0")
+	got, err := releaseModule([]byte(original), kubernetesModule, "v1.37.0")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,16 +41,17 @@ replace (
 	}
 }
 
-func TestKubernetesVersionMustBeRelease(t *testing.T) {
+func TestVersionMustBeRelease(t *testing.T) {
 	cache := &Cache{Dir: t.TempDir()}
 	for _, version := range []string{"1.37.0", "v1.37", "v1.37.0-rc.1", "master", "v1.37.0@x", "../v1.37.0"} {
-		if _, err := cache.release(t.Context(), t.TempDir(), version, NewProgress(nil)); err == nil || !strings.Contains(err.Error(), "v1.37.0") {
+		if _, err := cache.release(t.Context(), t.TempDir(), tools[0], version, NewProgress(nil)); err == nil ||
+			!strings.Contains(err.Error(), "v1.37.0") {
 			t.Errorf("%q: error is %v, want one that shows what a version looks like", version, err)
 		}
 	}
 }
 
-func TestOtherKubernetesReplacesOnlyKubernetes(t *testing.T) {
+func TestPinnedVersionComesFromPinnedModule(t *testing.T) {
 	const pinned = "module example.com/tools\n\ngo 1.26.0\n\nrequire k8s.io/kubernetes v1.36.3\n"
 	source, cache := t.TempDir(), &Cache{Dir: t.TempDir()}
 	if err := os.WriteFile(filepath.Join(source, "go.mod"), []byte(pinned), 0o600); err != nil {
@@ -63,24 +65,33 @@ func TestOtherKubernetesReplacesOnlyKubernetes(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Put the module of another Kubernetes version into the cache, so that no download is needed.
-	other := filepath.Join(cache.Dir, "release-"+Key("v1.37.0", string(main)))
+	files := map[string]string{"kubernetes/main.go": string(main)}
+	other := filepath.Join(cache.Dir, "release-kubernetes-"+Key("v1.37.0", fmt.Sprint(files)))
 	if err := os.Mkdir(other, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for _, test := range []struct{ program, kubernetes, want string }{
-		{"kube-scheduler", "", source},
-		{"kube-scheduler", "v1.36.3", source}, // the pinned version is built from the pinned module
-		{"kube-scheduler", "v1.37.0", other},
-		{"etcd", "v1.37.0", source},
-	} {
-		for _, tool := range tools {
-			if !tool.wanted([]string{test.program}) {
-				continue
-			}
-			got, err := cache.moduleOf(t.Context(), tool, source, test.kubernetes, NewProgress(nil))
-			if err != nil || got != test.want {
-				t.Errorf("%s of Kubernetes %q is built in %s (%v), want %s", test.program, test.kubernetes, got, err, test.want)
-			}
+	for wanted, want := range map[string]string{"": source, "v1.36.3": source, "v1.37.0": other} {
+		got, err := cache.moduleOf(t.Context(), tools[0], source, wanted, NewProgress(nil))
+		if err != nil || got != want {
+			t.Errorf("Kubernetes %q is built in %s (%v), want %s", wanted, got, err, want)
+		}
+	}
+	for _, tool := range tools {
+		got := Versions{Kubernetes: "v1.37.0", Containerd: "v1.7.35"}.of(tool)
+		if want := map[string]string{"kubernetes": "v1.37.0", "containerd": "v1.7.35"}[tool.name]; got != want {
+			t.Errorf("%s is built in version %q, want %q", tool.name, got, want)
+		}
+	}
+}
+
+func TestPinnedVersionsAreThoseOfToolModule(t *testing.T) {
+	for _, tool := range tools {
+		want := map[string]string{"kubernetes": PinnedKubernetes, "containerd": PinnedContainerd}[tool.name]
+		if want == "" {
+			continue
+		}
+		if got, err := moduleVersion("../../tools", tool.module); err != nil || got != want {
+			t.Errorf("tools/go.mod pins %s %s (%v), this package names %s", tool.name, got, err, want)
 		}
 	}
 }

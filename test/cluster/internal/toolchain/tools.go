@@ -35,18 +35,7 @@ var tools = []tool{
 		packages: []string{"./kubernetes"}, module: kubernetesModule, ldflags: kubernetesVersionFlags,
 		links: []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"},
 	},
-	{
-		name: "containerd", programs: []string{"containerd", "containerd-shim-runc-v2", "ctr"},
-		packages: []string{
-			"github.com/containerd/containerd/v2/cmd/containerd",
-			"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
-			"github.com/containerd/containerd/v2/cmd/ctr",
-		},
-		module: "github.com/containerd/containerd/v2",
-		ldflags: func(version string) string {
-			return stripped + " -X github.com/containerd/containerd/v2/version.Version=" + version
-		},
-	},
+	containerdTool("github.com/containerd/containerd/v2"),
 	{
 		name:     "etcd",
 		programs: []string{"etcd"},
@@ -70,6 +59,17 @@ var tools = []tool{
 	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
 }
 
+// containerdTool builds containerd from this Go module, whose path has its major version.
+func containerdTool(module string) tool {
+	programs := []string{"containerd", "containerd-shim-runc-v2", "ctr"}
+	t := tool{name: "containerd", programs: programs, module: module}
+	for _, program := range programs {
+		t.packages = append(t.packages, module+"/cmd/"+program)
+	}
+	t.ldflags = func(version string) string { return stripped + " -X " + module + "/version.Version=" + version }
+	return t
+}
+
 func kubernetesVersionFlags(version string) string {
 	major, rest, _ := strings.Cut(strings.TrimPrefix(version, "v"), ".")
 	minor, _, _ := strings.Cut(rest, ".")
@@ -86,13 +86,35 @@ func kubernetesVersionFlags(version string) string {
 	return flags
 }
 
+// PinnedKubernetes and PinnedContainerd are the versions that the tool module pins.
+const (
+	PinnedKubernetes = "v1.36.3"
+	PinnedContainerd = "v2.3.7"
+)
+
+// Versions select the versions of Kubernetes' and containerd's programs, like v1.37.0. Empty means
+// the version that the tool module pins.
+type Versions struct{ Kubernetes, Containerd string }
+
+// of returns the wanted version of a tool's programs. Empty means the pinned one.
+func (v Versions) of(tool tool) string {
+	switch tool.name {
+	case "kubernetes":
+		return v.Kubernetes
+	case "containerd":
+		return v.Containerd
+	}
+	return ""
+}
+
 // Programs maps the names of built programs to their paths.
 type Programs map[string]string
 
 // BuildTools builds the tools that provide the named programs and are not in the cache. Without
-// names it builds all tools. source is the folder of this repository's test/cluster. kubernetes is
-// the version of Kubernetes' own programs. Empty means the version that the tool module pins.
-func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progress *Progress, names ...string) (Programs, error) {
+// names it builds all tools. source is the folder of this repository's test/cluster.
+func (c *Cache) BuildTools(
+	ctx context.Context, source string, versions Versions, progress *Progress, names ...string,
+) (Programs, error) {
 	pinned := filepath.Join(source, "tools")
 	identity, err := goIdentity(ctx, pinned)
 	if err != nil {
@@ -103,7 +125,11 @@ func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progr
 		if !tool.wanted(names) {
 			continue
 		}
-		module, err := c.moduleOf(ctx, tool, pinned, kubernetes, progress)
+		wanted := versions.of(tool)
+		if tool.name == "containerd" && strings.HasPrefix(wanted, "v1.") {
+			tool = containerdTool("github.com/containerd/containerd")
+		}
+		module, err := c.moduleOf(ctx, tool, pinned, wanted, progress)
 		if err != nil {
 			return nil, err
 		}
@@ -123,16 +149,15 @@ func (c *Cache) BuildTools(ctx context.Context, source, kubernetes string, progr
 }
 
 // moduleOf returns the folder of the module that a tool is built from. That is the folder pinned,
-// or, for the Kubernetes tool of another version than the pinned one, a module in the cache.
-func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, kubernetes string, progress *Progress) (string, error) {
-	if kubernetes == "" || tool.module != kubernetesModule {
+// or a module in the cache if another version is wanted. An empty version means the pinned one.
+func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, version string, progress *Progress) (string, error) {
+	if version == "" {
 		return pinned, nil
 	}
-	version, err := moduleVersion(pinned, kubernetesModule)
-	if err != nil || version == kubernetes {
-		return pinned, err
+	if has, err := moduleVersion(pinned, tool.module); err == nil && has == version {
+		return pinned, nil
 	}
-	return c.release(ctx, pinned, kubernetes, progress)
+	return c.release(ctx, pinned, tool, version, progress)
 }
 
 // wanted reports whether the tool provides one of the named programs. If names is empty, it is true
@@ -144,7 +169,7 @@ func (t tool) wanted(names []string) bool {
 // key returns the tool's cache key over all inputs of its build. identity names the Go toolchain,
 // and module is the folder of the module to build from.
 func (t tool) key(identity, module string) (string, error) {
-	inputs, err := goSources(filepath.Join(module, "kubernetes"))
+	inputs, err := goSources(module)
 	if err != nil {
 		return "", err
 	}
