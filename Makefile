@@ -10,6 +10,7 @@ ENGINE  ?= $(firstword $(notdir $(foreach b,docker podman buildah,$(shell comman
 
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/gpu-dra-driver
 BUILD  := $(CURDIR)/build
+BIN    := $(BUILD)/bin
 NEED   := hack/need.sh
 # The NVML bindings call deprecated functions.
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
@@ -45,18 +46,22 @@ help: ## Show this list
 ##@ Build
 
 .PHONY: build
-build: toolchain ## Build the plugin, its hooks and the MPS supervisor into build/bin
+build: toolchain ## Build the plugin, its hooks, the MPS supervisor and kubectl-gpu into build/bin
+	@mkdir -p $(BIN)
 	go build -tags grpcnotrace -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
-	    -o $(BUILD)/bin/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
+	    -o $(BIN)/gpu-kubelet-plugin ./cmd/gpu-kubelet-plugin
 	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
-	    -o $(BUILD)/bin/gpu-mps ./cmd/gpu-mps
+	    -o $(BIN)/gpu-mps ./cmd/gpu-mps
+	CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
+	    -o $(BIN)/kubectl-gpu ./cmd/kubectl-gpu
 	go build -trimpath -buildvcs=false -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" \
-	    -o $(BUILD)/bin/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BUILD)/hook.log || \
-	    { cat $(BUILD)/hook.log; exit 1; }
+	    -o $(BIN)/nvidia-cdi-hook github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>$(BIN)/hook.log || \
+	    { cat $(BIN)/hook.log; exit 1; }
+	@rm -f $(BIN)/hook.log
 
 .PHONY: sbom
 sbom: build ## List the modules and licences of each program (CycloneDX) in build/sbom
-	cd hack/sbom && go vet . && go test . && go run . -out $(BUILD)/sbom $(addprefix $(BUILD)/bin/,gpu-kubelet-plugin gpu-mps nvidia-cdi-hook)
+	cd hack/sbom && go vet . && go test . && go run . -out $(BUILD)/sbom $(addprefix $(BUILD)/bin/,gpu-kubelet-plugin gpu-mps kubectl-gpu nvidia-cdi-hook)
 
 .PHONY: reproducible
 reproducible: build ## Build the programs in another folder too, and compare (FRESH=1: without caches)
@@ -66,6 +71,57 @@ reproducible: build ## Build the programs in another folder too, and compare (FR
 image: ## Build the image (IMAGE, VERSION, ENGINE=docker|podman|buildah, BUILD_ARGS="BUILDER=… GOPROXY=…")
 	@test -n "$(ENGINE)" || { echo "make image: none of docker, podman, buildah is installed"; exit 1; }
 	$(ENGINE) build --build-arg VERSION=$(VERSION) $(addprefix --build-arg ,$(BUILD_ARGS)) -t $(IMAGE) -f Dockerfile .
+
+##@ Release
+
+# Where users will pull image and chart. The default is the repository in the chart's values.
+REGISTRY ?= $(shell sed -n 's,^  repository: \(.*\)/gpu-dra-driver$$,\1,p' deployments/helm/gpu-dra-driver/values.yaml)
+RELEASE_DIR ?= $(BUILD)/release
+# KEY and PUBLIC_KEY are a pair of "cosign generate-key-pair". FROM is the folder or the registry to
+# verify.
+FROM     ?= $(RELEASE_DIR)
+RELEASE  := $(BUILD)/bin/release
+
+.PHONY: release
+release: release-programs-amd64 release-programs-arm64 ## Make image and chart in build/release (VERSION=v0.1.0 REGISTRY=registry.example/project; KEY=cosign.key signs)
+	helm=$$($(CLUSTER) program helm) && \
+	$(RELEASE) build -version $(VERSION) -registry '$(REGISTRY)' -programs $(BUILD)/release-programs -c-library $(CACHE)/c-library \
+	    -chart $(CURDIR)/deployments/helm/gpu-dra-driver -helm $$helm -out $(RELEASE_DIR)
+	$(if $(KEY),$(RELEASE) sign -key $(KEY) $(RELEASE_DIR))
+
+.PHONY: release-push
+release-push: release-tool ## Push the release in build/release with its signatures (REGISTRY=…: elsewhere than where it was made for)
+	$(RELEASE) push $(if $(filter command line,$(origin REGISTRY)),-to $(REGISTRY)) $(RELEASE_DIR)
+
+.PHONY: release-verify
+release-verify: release-tool ## Verify a release's digests, signatures, contents and provenance (VERSION, PUBLIC_KEY=cosign.pub FROM=folder or registry)
+	$(RELEASE) verify -key $(PUBLIC_KEY) -version $(VERSION) $(FROM)
+
+# Fails before anything is compiled.
+.PHONY: release-version
+release-version: release-tool
+	@$(RELEASE) check -version '$(VERSION)'
+
+.PHONY: release-tool
+release-tool: toolchain
+	@cd hack/release && go build -o $(RELEASE) .
+
+TRIPLET_amd64 := x86_64-linux-gnu
+TRIPLET_arm64 := aarch64-linux-gnu
+
+# The compiler for an architecture, with Debian's newest C library. -B comes before the C library of
+# the compiler's own package, which gets no updates.
+cross = $(TRIPLET_$(1))-gcc --sysroot=$(CACHE)/c-library/$(1)/root -B$(CACHE)/c-library/$(1)/root/usr/lib/$(TRIPLET_$(1))
+
+# The programs of one architecture, and the lists of their modules.
+.PHONY: release-programs-amd64 release-programs-arm64
+release-programs-amd64 release-programs-arm64: release-programs-%: toolchain release-version
+	@$(NEED) $(TRIPLET_$*)-gcc=gcc-$(subst _,-,$(TRIPLET_$*)) /usr/include/stdlib.h=libc6-dev \
+	    /usr/$(if $(filter $*,$(shell go env GOHOSTARCH)),include,$(TRIPLET_$*)/include)/stdlib.h=libc6-dev-$*-cross
+	hack/c-library.sh $* $(CACHE)/c-library/$*
+	GOARCH=$* CGO_ENABLED=1 CC="$(call cross,$*)" $(MAKE) --no-print-directory build BIN=$(BUILD)/release-programs/$*
+	cd hack/sbom && go run . -out $(BUILD)/release-programs/$*/sbom \
+	    $(addprefix $(BUILD)/release-programs/$*/,gpu-kubelet-plugin gpu-mps nvidia-cdi-hook)
 
 ##@ Test
 
@@ -82,21 +138,22 @@ test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random fa
 
 # More packages than cores at once (-p), because many tests wait for processes to end.
 .PHONY: test-unit
-test-unit: toolchain ## Unit and chart tests, with the race detector and the coverage of pkg/
+test-unit: toolchain ## Unit, chart and release tools' tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
 	$(GOTEST) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE) $(LONG)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -p 4 -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT)
+	HELM=$$helm $(GOTEST) -p 4 -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT) && \
+	cd hack/release && go vet ./... && HELM=$$helm go test ./...
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
 
 # The schedules of faults: this many seeds, from this one on. A seed always gives the same schedule.
 SEED      ?= 1
 SCHEDULES ?= 500
-POLICIES  ?= 2000
+POLICIES  ?= 500
 
 .PHONY: test-faults
-test-faults: toolchain ## Random schedules of faults over the real transaction (SEED=1 SCHEDULES=500 POLICIES=2000)
+test-faults: toolchain ## Random schedules of faults over the real transaction (SEED=1 SCHEDULES=500 POLICIES=500)
 	$(GOTEST) ./test/schedules/mutants
 	$(GOTEST) -count=1 -timeout 60m ./test/schedules -args -seed=$(SEED) -schedules=$(SCHEDULES) -policies=$(POLICIES)
 
@@ -109,10 +166,15 @@ fuzz: toolchain ## Run the fuzz targets one after another (FUZZTIME=60s; FUZZ=pk
 	hack/fuzz.sh $(FUZZTIME) '$(FUZZ)'
 
 .PHONY: test-faults-long
-test-faults-long: toolchain ## 10,000 schedules, with every fault at every fault point 20 times (table: build/faults.md; minutes)
+test-faults-long: toolchain ## 10,000 schedules, with every fault at every fault point 20 times, and 2,000 changes of policies (table: build/faults.md)
 	@mkdir -p $(BUILD)
-	go test -count=1 -timeout 120m -run '^TestInvariantsHoldUnderFaults' ./test/schedules -args \
-	    -schedules=10000 -least=20 -table=$(BUILD)/faults.md
+	go test -count=1 -timeout 120m -run '^Test(InvariantsHoldUnderFaults|PolicyChanges)' ./test/schedules -args \
+	    -schedules=10000 -policies=2000 -least=20 -table=$(BUILD)/faults.md
+
+.PHONY: test-explain-long
+test-explain-long: toolchain ## kubectl gpu: each remedy on 5,000 random clusters, and a fleet of 300 nodes (half an hour)
+	go test -count=1 -run '^TestLargeFleet$$' -v ./cmd/kubectl-gpu
+	go test -count=1 -timeout 120m -run '^TestRemediesMakeClaimsFit$$' -v ./cmd/kubectl-gpu/internal/explain -args -clusters=5000
 
 # How many schedules must find a mutant. One mutant needs more than the schedules of test-faults.
 MUTANT_SCHEDULES ?= 1000
@@ -126,6 +188,22 @@ test-sim: toolchain ## The simulated GPU library with all that runs on it, and t
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	helm=$$($(CLUSTER) program helm) && \
 	HELM=$$helm $(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
+
+# Tests make a release of their own, so that they do not replace a signed one.
+test-release test-release-e2e: RELEASE_DIR := $(BUILD)/release-test
+
+# The simulated GPU library for arm64 has no programs of its own: nvmlsim runs on this machine.
+.PHONY: test-release
+test-release: release ## Make a release, run its arm64 programs, and test signing, pushing and tampering (VERSION, REGISTRY; root)
+	@$(NEED) unshare=util-linux qemu-aarch64-static=qemu-user-static
+	$(MAKE) --no-print-directory -C test/nvmlsim
+	$(MAKE) --no-print-directory -C test/nvmlsim library OUT=$(BUILD)/nvmlsim-arm64 CC="$(call cross,arm64)"
+	helm=$$($(CLUSTER) program helm) && cd hack/release && go vet . && \
+	HELM=$$helm RELEASE=$(RELEASE_DIR) SIMULATOR=$(BUILD)/nvmlsim go test -count=1 .
+
+.PHONY: test-release-e2e
+test-release-e2e: release ## Install a release by helm from a registry on a real cluster (VERSION, REGISTRY; root)
+	RELEASE=$(RELEASE_DIR) $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
 
 .PHONY: golden
 golden: toolchain ## Rewrite the golden outputs in test/golden/testdata; git diff shows what changed
@@ -182,6 +260,21 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 	$(MAKE) --no-print-directory bench-quick
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
+.PHONY: test-long
+test-long: toolchain ## The suites of MIG, sharing and health on a node with a driver that is awkward in every known way (root)
+	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward
+
+# Lines of Kubernetes and containerd (test/cluster/versions.go), and the suites to run there.
+# UPDATE=1 writes what TestVersion finds, for make reference.
+K8S        ?=
+CONTAINERD ?=
+RUN        ?= .
+
+.PHONY: test-matrix
+test-matrix: toolchain ## The suites on other versions of Kubernetes and containerd (root; K8S=1.37 CONTAINERD=1.7 RUN=TestVersion UPDATE=1)
+	E2E_KUBERNETES=$(K8S) E2E_CONTAINERD=$(CONTAINERD) \
+	    $(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run '$(RUN)' $(if $(UPDATE),-args -update)
+
 # The number of Pods, and the seconds between kills of the plugin and the kubelet.
 SOAK := SOAK_PODS=2000 SOAK_KILL_PLUGIN=20 SOAK_KILL_KUBELET=120
 
@@ -206,8 +299,9 @@ demo-down: toolchain ## Remove the demo's cluster; build/ and the caches stay
 	go run ./hack/demo down
 
 .PHONY: reference
-reference: ## Rewrite the tables of docs/reference.md from the plugin's settings and the chart's values
+reference: ## Rewrite the tables of docs/reference.md, and the chart's rules for configurations
 	go run ./hack/reference
+	go run ./hack/parameterpolicy
 
 .PHONY: clean
 clean: ## Remove build/; the caches below ~/.cache/gpu-dra-driver stay

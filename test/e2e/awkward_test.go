@@ -34,12 +34,12 @@ done`
 // to change the MIG mode of a GPU, or to destroy a MIG instance, while another process has it open.
 func TestAwkwardNode(t *testing.T) {
 	t.Parallel()
-	node := simulator(t).Node(h100, "awkward")
+	node := simulator(t).Node(h100, awkward)
 	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountProcesses, "boot"}, node.BootHook...)
 	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
-	node.Labels = map[string]string{nodesLabel: "awkward"}
+	node.Labels = map[string]string{nodesLabel: awkward}
 	w := bringUp(t, "e2e-awkward", node)
-	w.releaseOn(t, clusterharness.Release, "awkward", "--set", "hostPaths.proc="+procView)
+	w.releaseOn(t, clusterharness.Release, awkward, "--set", "hostPaths.proc="+procView)
 
 	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
 	bare := w.simulated(t)

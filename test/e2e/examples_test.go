@@ -20,7 +20,10 @@ import (
 // of them promises.
 func (w *world) testExamples(t *testing.T) {
 	w.needSMI(t)
-	w.tenant(t).examples(func(name string) bool { return !strings.HasPrefix(name, sharingExamples) }, map[string]func(tenant){
+	ofThisTest := func(name string) bool {
+		return !strings.HasPrefix(name, sharingExamples) && !strings.HasPrefix(name, tenancyExamples)
+	}
+	w.tenant(t).examples(ofThisTest, map[string]func(tenant){
 		"one-gpu.yaml":                 tenant.checkOneGPU,
 		"shared-claim.yaml":            tenant.checkSharedClaim,
 		"by-attributes.yaml":           tenant.checkByAttributes,

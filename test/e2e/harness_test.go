@@ -3,10 +3,12 @@ package e2e
 import (
 	"bytes"
 	"context"
+	"flag"
 	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -29,6 +31,41 @@ type world struct {
 	Client kubernetes.Interface
 	root   string
 	sim    *clusterharness.Simulator
+}
+
+// nodeFile is the file in test/nvmlsim/nodes that describes the node of TestMIG, TestSharing and
+// TestHealth. It must have eight H100 at the PCI addresses of dgx-h100.
+var nodeFile = flag.String("node", "dgx-h100", "node file of TestMIG, TestSharing and TestHealth: dgx-h100 or "+awkward)
+
+const awkward = "awkward"
+
+// asAdmin runs what an admin does to the GPUs of the node h100. On the awkward node the plugin's
+// watcher blocks a change of MIG mode, so the admin releases the GPUs first, as docs/mig.md says.
+func (w *world) asAdmin(t *testing.T, do func()) {
+	t.Helper()
+	if *nodeFile != awkward {
+		do()
+		return
+	}
+	annotate := func(value string) {
+		t.Helper()
+		if _, err := w.Kubectl(t.Context(), "annotate", "node", h100, "gpu.nvidia.com/release-driver"+value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	func() {
+		annotate("=true")
+		defer annotate("-")
+		eventually(t, 20*time.Second, "the plugin has no GPU open", func() (bool, string) {
+			watchers := w.watchers(t)
+			return len(watchers) == 0, fmt.Sprint(watchers)
+		})
+		do()
+	}()
+	eventually(t, 60*time.Second, "the plugin serves again", func() (bool, string) {
+		ready := w.readiness(t, h100)
+		return ready == "ok", ready
+	})
 }
 
 // built holds what all suites share: the source root and the built simulator. It has no cluster.
@@ -73,11 +110,14 @@ func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 }
 
 // bringUpWith is bringUp with more options. It shortens the kubelet's restart back-off, which grows
-// to five minutes, because tests kill the plugin often.
+// to five minutes, because tests kill the plugin often. E2E_KUBERNETES and E2E_CONTAINERD select
+// versions, as in cluster.Options.
 func bringUpWith(t *testing.T, options cluster.Options) *world {
 	t.Helper()
 	name := options.Name
 	options.Output = os.Stderr
+	options.Kubernetes, options.Containerd = os.Getenv("E2E_KUBERNETES"), os.Getenv("E2E_CONTAINERD")
+	needsRelease(t, options.Kubernetes)
 	if options.RestartPause == 0 {
 		options.RestartPause = time.Second
 	}
@@ -425,4 +465,20 @@ func (w *world) uuids(t *testing.T, claim *resourceapi.ResourceClaim) []string {
 		uuids = append(uuids, *d.Attributes["uuid"].StringValue)
 	}
 	return uuids
+}
+
+// partitionSuites use partitions or shares. The API server of Kubernetes 1.34 accepts no slices
+// that describe these (publish.Features), whatever its feature gates.
+var partitionSuites = []string{
+	"TestAwkwardNode", "TestBadInput", "TestClaims", "TestHealth", "TestHealthClaims", "TestHealthCost", "TestMatrix", "TestMIG",
+	"TestMIGNodes", "TestMigration", "TestNeighbours", "TestSharing", "TestSoak", "TestSurvival", "TestTrust",
+}
+
+// needsRelease skips a suite that makes no sense on this version of Kubernetes.
+func needsRelease(t *testing.T, kubernetes string) {
+	t.Helper()
+	suite, _, _ := strings.Cut(t.Name(), "/")
+	if strings.HasPrefix(strings.TrimPrefix(kubernetes, "v"), "1.34") && slices.Contains(partitionSuites, suite) {
+		t.Skipf("SKIPPED: Kubernetes %s has no partitions and shares, which this suite uses", kubernetes)
+	}
 }

@@ -22,12 +22,12 @@ const taintedWithin = time.Second
 // metrics, Events and the statuses of Pods report the failure. Subtests that measure times run
 // alone.
 func TestHealth(t *testing.T) {
-	sim := simulator(t)
-	w := start(t, "e2e-health", sim.Node(h100, "dgx-h100"))
+	w := start(t, "e2e-health", simulator(t).Node(h100, *nodeFile))
 	w.offersShapes(t, h100, 8, 200)
 
 	t.Run("an XID of a held GPU is reported everywhere, and so is its end", w.testIll)
 	t.Run("one lost GPU does not affect the other seven, even over a plugin restart", w.testLost)
+	t.Run("a lost GPU that does not say so is tainted too", w.testLostWithoutSaying)
 	t.Run("an XID of a MIG device affects only that device", w.testIllPartition)
 	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
 
@@ -70,6 +70,11 @@ func (w *world) heals(t *testing.T, gpus ...string) {
 		w.knows(t, gpu, "recovery-gpu-reset")
 		w.nvmlsim(t, h100, "recovery", gpu, "none", "--announce")
 	}
+	w.untainted(t)
+}
+
+func (w *world) untainted(t *testing.T) {
+	t.Helper()
 	eventually(t, 20*time.Second, "no device has a taint", func() (bool, string) {
 		all := w.taints(t, h100)
 		return len(all) == 0, fmt.Sprint(all)
@@ -163,7 +168,7 @@ func (w *world) testLost(t *testing.T) {
 	watch, since := w.watchSlices(t, h100), time.Now()
 	device := slices.Sorted(maps.Keys(w.gpus(t, h100)))[0]
 	gpu := busOf(device)
-	w.nvmlsim(t, h100, "lose", gpu)
+	w.nvmlsim(t, h100, "lose", gpu, "--answers", "lost")
 	want := []string{"gpu.nvidia.com/gpu-lost=:NoSchedule", "gpu.nvidia.com/xid=79:NoSchedule"}
 	t.Logf("lost after %s", w.becomes(t, device, want...))
 	added := w.gpus(t, h100)[device].Taints
@@ -177,6 +182,27 @@ func (w *world) testLost(t *testing.T) {
 	w.nvmlsim(t, h100, "restore", gpu)
 	w.becomes(t, device)
 	watch.alwaysOffered(8, since)
+}
+
+// testLostWithoutSaying loses GPUs that answer with UNKNOWN, or not before a timeout in the driver.
+// Each must be tainted, and the others stay as they are.
+func (w *world) testLostWithoutSaying(t *testing.T) {
+	device := slices.Sorted(maps.Keys(w.gpus(t, h100)))[1]
+	for answer, xid := range map[string]string{"unknown": "79", "silent": "119"} {
+		w.untainted(t)
+		w.nvmlsim(t, h100, "lose", busOf(device), "--answers", answer)
+		eventually(t, 60*time.Second, device+" has a taint of XID "+xid, func() (bool, string) {
+			got := w.taints(t, h100)[device]
+			return slices.Contains(got, "gpu.nvidia.com/xid="+xid+":NoSchedule"), fmt.Sprint(got)
+		})
+		for name := range w.taints(t, h100) {
+			if busOf(name) != busOf(device) {
+				t.Errorf("a GPU answers %s, and %s has a taint too", answer, name)
+			}
+		}
+		w.nvmlsim(t, h100, "restore", busOf(device))
+		w.heals(t, busOf(device)) // the last XID may arrive after the first good answer
+	}
 }
 
 func (w *world) testIllPartition(t *testing.T) {

@@ -3,6 +3,8 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -34,7 +36,7 @@ func TestLifecycle(t *testing.T) {
 	for node, n := range fleet {
 		w.offers(t, node, n)
 	}
-	t.Run("an upgrade under load", w.testUpgrade)
+	t.Run("an upgrade and the way back, under load", w.testUpgrade)
 	t.Run("two instances side by side", w.testSideBySide)
 	t.Run("claims are held", func(t *testing.T) {
 		u := w.tenant(t)
@@ -47,8 +49,14 @@ func TestLifecycle(t *testing.T) {
 	t.Run("an uninstallation removes everything", func(t *testing.T) { w.testUninstalled(t, bare) })
 }
 
-// testUpgrade replaces every plugin twice. No user who creates and deletes Pods may notice.
+// nextVersion is the version that testUpgrade gives to the chart and the image of this checkout,
+// because no release exists to upgrade from.
+const nextVersion = "0.99.0"
+
+// testUpgrade upgrades to the next version's chart and image and goes back, which replaces every
+// plugin twice. No user who creates and deletes Pods may notice.
 func (w *world) testUpgrade(t *testing.T) {
+	chart := w.nextRelease(t)
 	u := w.tenant(t)
 	u.gpus(1)
 	u.holder("stays", 1, onNode("gpu1"))
@@ -59,20 +67,32 @@ func (w *world) testUpgrade(t *testing.T) {
 	}
 	l := u.load(map[string]int{"gpu1": 3, "gpu2": 1})
 	l.completed(2)
-	for _, verbosity := range []string{"5", "6"} {
-		before := map[string]corev1.Pod{}
-		for node := range fleet {
-			before[node] = w.instance(t, node)
+	upgrade := clusterharness.InstallArguments(w.root, "--set", "image.tag="+nextVersion)
+	upgrade[slices.Index(upgrade, clusterharness.Chart(w.root))] = chart
+	back := []string{"rollback", clusterharness.Release, "--namespace", clusterharness.Namespace, "--wait=legacy", "--timeout", "10m"}
+	var newer holding
+	for _, step := range []struct {
+		version   string
+		arguments []string
+	}{{nextVersion, upgrade}, {"test", back}} {
+		if out, err := w.Helm(t.Context(), step.arguments...); err != nil {
+			t.Fatalf("helm to version %s: %v\n%s\n%s", step.version, err, out, w.pluginLogs(t))
 		}
-		w.install(t, "--set", "logVerbosity="+verbosity)
 		for node := range fleet {
-			if now := w.instance(t, node); now.UID == before[node].UID {
-				t.Errorf("the upgrade did not replace the plugin of node %s", node)
+			plugin := w.instance(t, node).Name
+			runs := w.mustExec(t, clusterharness.Namespace, plugin, "", "gpu-kubelet-plugin", "version")
+			if strings.TrimSpace(runs) != step.version {
+				t.Errorf("the plugin of node %s has version %q, want %q", node, runs, step.version)
 			}
 		}
 		l.completed(1)
+		if step.version == nextVersion {
+			u.holder("newer", 1, onNode("gpu1"))
+			newer = u.holding("newer")
+		}
 	}
 	l.stop()
+	u.undisturbed(newer)
 	u.noFailedPrepare()
 	for node, watch := range watches {
 		watch.alwaysOffered(fleet[node], since)
@@ -89,6 +109,28 @@ func (w *world) testUpgrade(t *testing.T) {
 			}
 		}
 	}
+}
+
+// nextRelease packages the chart of this checkout as nextVersion, and loads its image on the nodes.
+// It returns the path of the chart's archive.
+func (w *world) nextRelease(t *testing.T) string {
+	t.Helper()
+	image, err := cluster.BuildImage(t.Context(), cluster.ImageBuild{
+		Dockerfile: filepath.Join(w.root, "Dockerfile"), Tag: strings.TrimSuffix(clusterharness.Image, "test") + nextVersion,
+		Arguments: map[string]string{"VERSION": nextVersion},
+	}, os.Stderr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.LoadImage(t.Context(), image); err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	if _, err := w.Helm(t.Context(), "package", clusterharness.Chart(w.root), "--version", nextVersion, "--app-version", nextVersion,
+		"--destination", dir); err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(dir, "gpu-dra-driver-"+nextVersion+".tgz")
 }
 
 // noFailedPrepare checks that no Event of the kubelet reports a failed Prepare.

@@ -19,12 +19,12 @@ const followedWithin = 10 * time.Second
 // claims, and must leave them as they were before.
 func TestMIG(t *testing.T) {
 	t.Parallel()
-	sim := simulator(t)
-	w := start(t, "e2e-mig", sim.Node(h100, "dgx-h100"))
+	w := start(t, "e2e-mig", simulator(t).Node(h100, *nodeFile))
 	w.needSMI(t)
 	w.offersShapes(t, h100, 8, 200)
 
 	t.Run("56 Pods take the smallest partitions of eight GPUs", w.testEveryPartition)
+	t.Run("device nodes have links by number, those of a new partition too", w.testDeviceLinks)
 	t.Run("a mix of partitions and whole GPUs fills the node", w.testMix)
 	t.Run("a claim holds several partitions and a GPU", w.testSeveralPartitions)
 	t.Run("an admin's partitions are offered unchanged", w.testStatic)
@@ -162,6 +162,36 @@ func (w *world) testEveryPartition(t *testing.T) {
 	w.uncut(t, h100)
 }
 
+// testDeviceLinks expects a link in /dev/char to each device node that containers get. Without them
+// a running container loses its GPU when systemd reloads its units.
+func (w *world) testDeviceLinks(t *testing.T) {
+	w.linked(t, "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidia7", "/dev/nvidia-caps/nvidia-cap2")
+	u := w.tenant(t)
+	u.template("small", partitions(1, "1g.10gb"))
+	u.pod("user", onNode(h100), fromTemplate("mig", "small"))
+	u.running("user")
+	given := strings.Fields(u.sh("user", "", "ls -d /dev/nvidia-caps/nvidia-cap*"))
+	if len(given) != 2 {
+		t.Fatalf("the container has the capabilities %v, want two", given)
+	}
+	w.linked(t, given...)
+	w.endPods(t, u.namespace)
+}
+
+// linked waits until /dev/char on the node has a link to each of the device nodes.
+func (w *world) linked(t *testing.T, nodes ...string) {
+	t.Helper()
+	const script = `for f; do
+	l=/dev/char/$((0x$(stat -c %t "$f"))):$((0x$(stat -c %T "$f")))
+	[ "$(readlink $l)" = "$f" ] || echo "$f: $l"
+done`
+	took := eventually(t, 10*time.Second, fmt.Sprintf("links to %v", nodes), func() (bool, string) {
+		out, err := w.node(t, h100).Exec(t.Context(), append([]string{"sh", "-ec", script, "sh"}, nodes...)...)
+		return err == nil && out == "", fmt.Sprint(out, err)
+	})
+	t.Logf("%d links are there after %s", len(nodes), took.Round(time.Millisecond))
+}
+
 // endPods deletes all Pods of a namespace at once and waits until they are gone.
 func (w *world) endPods(t *testing.T, namespace string) {
 	t.Helper()
@@ -292,8 +322,7 @@ constraints: [{requests: [mig], distinctAttribute: gpu.nvidia.com/parentUUID}]`)
 func (w *world) testStatic(t *testing.T) {
 	u := w.tenant(t)
 	gpu := "gpu-0000-df-00-0"
-	w.smi(t, h100, "-i", "7", "-mig", "1")
-	w.smi(t, h100, "mig", "-i", "7", "-cgi", "9,9", "-C")
+	w.asAdmin(t, func() { w.cutInHalves(t, "7") })
 	layout := func() string {
 		_, list, _ := strings.Cut(w.smi(t, h100, "-L"), "GPU 7:")
 		return w.smi(t, h100, "mig", "-i", "7", "-lgi") + list
@@ -354,6 +383,17 @@ func (w *world) testStatic(t *testing.T) {
 	if took > followedWithin {
 		t.Errorf("the empty GPU was offered after %s, want at most %s", took, followedWithin)
 	}
+}
+
+// cutInHalves makes two instances 3g.40gb on a GPU, as its admin does. The awkward node refuses the
+// first instance once, and nvidia-smi takes half a minute there if no other process has a GPU open.
+func (w *world) cutInHalves(t *testing.T, index string) {
+	t.Helper()
+	w.smi(t, h100, "-i", index, "-mig", "1")
+	eventually(t, time.Minute, "the admin makes two instances", func() (bool, string) {
+		out := w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
+		return strings.Count(w.smi(t, h100, "mig", "-i", index, "-lci"), "3g.40gb") == 2, out
+	})
 }
 
 // restartPlugin deletes the plugin's Pod on a node and waits until the next one is ready.

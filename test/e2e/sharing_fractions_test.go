@@ -179,8 +179,6 @@ func (w *world) testRefusedSharing(t *testing.T) {
 			gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 90}}")), []string{"sharing.mpsConfig"}},
 		"mps-of-a-plain-share": {shared("shared.gpu.nvidia.com", timeSliced, "", gpuConfig("sharing: {strategy: MPS}")),
 			[]string{"sharing.strategy MPS", "fractions"}},
-		"interval-of-a-partition": {shared("mig.nvidia.com", whole1, "",
-			migConfig("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}")), []string{"timeSlicingConfig"}},
 		"no-such-device": {shared("gpu.nvidia.com", whole2, "",
 			gpuConfig("sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {'1': 1Gi}}}")),
 			[]string{"defaultPerDevicePinnedMemoryLimit"}},

@@ -66,8 +66,7 @@ func (u tenant) isClient(pod, container string, mib uint64, threads float64) {
 func (w *world) testMPS(t *testing.T) {
 	u := w.tenant(t)
 	index := w.index(t, staticGPU)
-	w.smi(t, h100, "-i", index, "-mig", "1")
-	w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
+	w.asAdmin(t, func() { w.cutInHalves(t, index) })
 	eventually(t, 15*time.Second, "the GPU is offered as the admin partitioned it", func() (bool, string) {
 		_, whole := w.devices(t, h100)["gpu-0000-df-00-0"]
 		return !whole, "whole"

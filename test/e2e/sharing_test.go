@@ -34,8 +34,7 @@ const shareRules = fractioned + "=fractions," + timeSliced + "=shares:3," + cutS
 // sharing.
 func TestSharing(t *testing.T) {
 	t.Parallel()
-	sim := simulator(t)
-	w := bringUp(t, "e2e-sharing", sim.Node(h100, "dgx-h100"))
+	w := bringUp(t, "e2e-sharing", simulator(t).Node(h100, *nodeFile))
 	w.needSMI(t)
 	// Without persistence mode the NVIDIA driver would forget compute mode and time slice once no
 	// process has the GPU open.

@@ -1,7 +1,10 @@
 package e2e
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -12,9 +15,10 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
-	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
 // killed is a plugin that a test has ended by SIGKILL. before is the plugin's Pod as it was before
@@ -96,11 +100,14 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	defer unlock()
 
 	u.holder("waits", 1)
-	locks := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks", "claims")
-	eventually(t, 30*time.Second, "a Prepare waits for its GPU", func() (bool, string) {
-		return isLocked(t, locks), fmt.Sprint(u.events(t, u.namespace, "waits"))
+	eventually(t, 30*time.Second, "the Pod is scheduled", func() (bool, string) {
+		return u.get("waits").Spec.NodeName != "", fmt.Sprint(u.events(t, u.namespace, "waits"))
 	})
-	if w.hasRecord(t, survivor, string(u.claimOf(t, u.namespace, "waits", "gpu").UID)) || !w.hasRecord(t, survivor, held.claimUID) {
+	uid := string(u.claimOf(t, u.namespace, "waits", "gpu").UID)
+	eventually(t, 30*time.Second, "a Prepare waits for its GPU", func() (bool, string) {
+		return w.isLocked(t, uid), fmt.Sprint(u.events(t, u.namespace, "waits"))
+	})
+	if w.hasRecord(t, survivor, uid) || !w.hasRecord(t, survivor, held.claimUID) {
 		t.Error("want a record of the claim that is held, and none of the one that waits for its GPU")
 	}
 	k := w.killPlugin(t)
@@ -114,42 +121,41 @@ func (w *world) testKilledWhileWaiting(t *testing.T, u tenant) {
 	u.undisturbed(held)
 }
 
-// isLocked reports whether a process has locked any part of the file.
-func isLocked(t *testing.T, path string) bool {
+// locks returns the plugin's locks on the node, which the test takes as another plugin instance
+// would.
+func (w *world) locks(t *testing.T) *lock.Set {
 	t.Helper()
-	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	locks, err := lock.NewSet(filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "claims.lock"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { _ = file.Close() }()
-	all := unix.Flock_t{Type: unix.F_WRLCK} // the whole file
-	if err := unix.FcntlFlock(file.Fd(), unix.F_OFD_GETLK, &all); err != nil {
-		t.Fatal(err)
-	}
-	return all.Type != unix.F_UNLCK
+	return locks
 }
 
-// lockGPUs locks the lock files of all GPUs, as another plugin instance would. unlock may be called
-// twice.
+// isLocked reports whether a call has the claim's lock.
+func (w *world) isLocked(t *testing.T, claim string) bool {
+	t.Helper()
+	ended, end := context.WithCancel(t.Context())
+	end()
+	guard, err := w.locks(t).Acquire(ended, claim)
+	if err == nil {
+		guard.Release()
+		return false
+	}
+	if busy := new(lock.BusyError); !errors.As(err, &busy) {
+		t.Fatal(err)
+	}
+	return true
+}
+
+// lockGPUs locks all GPUs. unlock may be called twice.
 func (w *world) lockGPUs(t *testing.T) (unlock func()) {
 	t.Helper()
-	dir := filepath.Join(w.hostDir(t, survivor, pluginDir), "state", "locks")
-	var files []*os.File
-	for name := range w.gpus(t, survivor) {
-		file, err := os.OpenFile(filepath.Join(dir, name), os.O_CREATE|os.O_RDWR, 0o600)
-		if err != nil {
-			t.Fatal(err)
-		}
-		files = append(files, file)
-		if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-			t.Fatalf("lock %s: %v", name, err)
-		}
+	guard, err := w.locks(t).Acquire(t.Context(), slices.Collect(maps.Keys(w.gpus(t, survivor)))...)
+	if err != nil {
+		t.Fatal(err)
 	}
-	return func() {
-		for _, file := range files {
-			_ = file.Close()
-		}
-	}
+	return guard.Release
 }
 
 // recordWatch watches the directory of the claims' checkpoint records on the node.
