@@ -34,7 +34,8 @@ func (c *Config) DriverBack(f *state.File, version, cuda string) error {
 // DriverReload unloads the driver and loads it again. A non-empty version replaces the driver's
 // version.
 func (c *Config) DriverReload(f *state.File, version, cuda string, force bool) error {
-	if err := f.Unload(force); err != nil {
+	// As in the kernel, /proc/driver/nvidia is another directory after the reload.
+	if err := c.DriverAway(f, c.NoFiles, force); err != nil {
 		return err
 	}
 	return c.DriverBack(f, version, cuda)

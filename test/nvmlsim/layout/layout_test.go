@@ -298,7 +298,16 @@ func TestReloadChangesVersionAndKeepsState(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	directory, err := os.Open(filepath.Join(c.root, "proc/driver/nvidia")) // keeps its inode in use
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer directory.Close()
 	change(t, c, func(f *state.File) error { return c.DriverReload(f, "590.48.01", "13.1", false) })
+	old, _ := directory.Stat()
+	if loaded, err := os.Stat(directory.Name()); err != nil || os.SameFile(old, loaded) {
+		t.Errorf("/proc/driver/nvidia is the directory of before the reload (%v)", err)
+	}
 	libraries := filepath.Join(c.DriverRoot(), c.LibraryDir)
 	if exists(libraries, "libcuda.so.580.95.05") || exists(c.DriverRoot(), "lib/firmware/nvidia/580.95.05") {
 		t.Error("files of the old version are left")
