@@ -1,8 +1,8 @@
 // Reference writes tables of the documentation. Those of docs/reference.md are the flags in
-// pkg/config, the values of the chart, and the fields of the opaque configuration. The descriptions
-// of the last two are comments in values.yaml and in the Go types. Those of docs/support.md say
-// what works on which version. `make reference` runs this program. A test fails while a page is out
-// of date.
+// pkg/config, the values of the chart, the fields of the opaque configuration, and the Events. The
+// descriptions of values and fields are comments in values.yaml and in the Go types. The tables of
+// docs/support.md say what works on which version. `make reference` runs this program. A test fails
+// while a page is out of date.
 package main
 
 import (
@@ -16,6 +16,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 const (
@@ -53,7 +54,7 @@ func write(root string) error {
 	return nil
 }
 
-// update returns the page old with its three tables replaced by current ones.
+// update returns the page old with its tables replaced by current ones.
 func update(root string, old []byte) ([]byte, error) {
 	chart, err := os.ReadFile(root + "/" + values)
 	if err != nil {
@@ -67,7 +68,10 @@ func update(root string, old []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	for name, table := range map[string]string{"flags": flagTable(), "values": valueTable, "configurations": configurations} {
+	tables := map[string]string{
+		"flags": flagTable(), "values": valueTable, "configurations": configurations, "events": eventTable(),
+	}
+	for name, table := range tables {
 		if old, err = replace(old, name, table); err != nil {
 			return nil, fmt.Errorf("%s: %w", page, err)
 		}
@@ -91,6 +95,15 @@ func flagTable() string {
 	b.WriteString("| flag | environment | key | default | meaning |\n|---|---|---|---|---|\n")
 	for _, f := range config.Default().Fields() {
 		fmt.Fprintf(&b, "| `--%s` | `%s` | `%s` | %s | %s |\n", f.Name, f.Env(), f.Key(), code(f.Value.String()), cell(f.Usage))
+	}
+	return b.String()
+}
+
+func eventTable() string {
+	var b strings.Builder
+	b.WriteString("| reason | at | type | meaning | what to do |\n|---|---|---|---|---|\n")
+	for _, r := range events.Catalogue() {
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s | %s |\n", r, r.Objects(), r.Severity(), r.Meaning(), r.Action())
 	}
 	return b.String()
 }

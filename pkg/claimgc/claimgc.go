@@ -27,6 +27,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -45,7 +46,7 @@ type Claims interface {
 // Reports tells admins about released claims, and about claims whose devices were kept.
 type Reports interface {
 	Repaired(r prepare.Repair)
-	Warn(reason, message string)
+	Event(reason events.Reason, message string)
 }
 
 // Options are the settings and dependencies of a [Collector].
@@ -266,5 +267,5 @@ func (g *Collector) reportKept(ctx context.Context, c kubeletplugin.NamespacedOb
 	g.keptReason[c.UID] = kept.reason
 	why += ", but " + kept.reason
 	klog.FromContext(ctx).Info("Kept devices of orphaned claim", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
-	g.opts.Reports.Warn("ClaimGone", fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
+	g.opts.Reports.Event(events.ClaimGone, fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -94,7 +95,9 @@ func (l *gcFixture) Wake() { l.woken = true }
 
 func (l *gcFixture) Repaired(r prepare.Repair) { l.releasedReason = r.What }
 
-func (l *gcFixture) Warn(_, message string) { l.keptReasons = append(l.keptReasons, message) }
+func (l *gcFixture) Event(_ events.Reason, message string) {
+	l.keptReasons = append(l.keptReasons, message)
+}
 
 // apiServer returns a fake API server that answers reads of claims as the fixture says.
 func (l *gcFixture) apiServer() *fake.Clientset {

@@ -23,6 +23,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
@@ -70,7 +71,7 @@ func (h *heldClaims) change(edit func(h *heldClaims)) {
 }
 
 // noEvents drops all Events.
-func noEvents(kubeletplugin.NamespacedObject, string, string) {}
+func noEvents(kubeletplugin.NamespacedObject, events.Reason, string) {}
 
 // withStatusFixture runs the test in simulated time. The claim's status already has an entry of
 // another driver.

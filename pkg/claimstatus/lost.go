@@ -7,6 +7,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
@@ -48,7 +49,7 @@ func (r *Reporter) EndComparison(_ context.Context, err error) {
 		lost[d] = l.Error()
 		if r.lost[d] != lost[d] {
 			r.enqueue(claim)
-			r.warn(claim, "DeviceLost", lost[d])
+			r.event(claim, events.DeviceLost, lost[d])
 			r.notify()
 		}
 	}

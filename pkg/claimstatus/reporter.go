@@ -26,6 +26,7 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
@@ -42,7 +43,7 @@ const writeDelay = 250 * time.Millisecond
 // Reporter reports the devices of prepared claims.
 type Reporter struct {
 	client    kubernetes.Interface // nil if statuses are not written
-	warn      func(claim kubeletplugin.NamespacedObject, reason, message string)
+	event     func(claim kubeletplugin.NamespacedObject, reason events.Reason, message string)
 	onFailure func(cause string)
 	// queue has the claims whose status may be out of date.
 	queue workqueue.TypedRateLimitingInterface[kubeletplugin.NamespacedObject]
@@ -63,15 +64,16 @@ type Reporter struct {
 }
 
 // New returns a Reporter. If client is nil, the Reporter writes no statuses. The client must not be
-// the one that Prepare uses, because bursts of status writes would use up its request rate. warn
-// writes a warning on a claim. failed is called with a cause after each failed write. Both must not
+// the one that Prepare uses, because bursts of status writes would use up its request rate. event
+// writes an Event on a claim. failed is called with a cause after each failed write. Both must not
 // block.
 func New(
-	client kubernetes.Interface, warn func(claim kubeletplugin.NamespacedObject, reason, message string), failed func(cause string),
+	client kubernetes.Interface,
+	event func(claim kubeletplugin.NamespacedObject, reason events.Reason, message string), failed func(cause string),
 ) *Reporter {
 	limiter := workqueue.NewTypedItemExponentialFailureRateLimiter[kubeletplugin.NamespacedObject](minPause, maxPause)
 	return &Reporter{
-		client: client, warn: warn, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
+		client: client, event: event, onFailure: failed, queue: workqueue.NewTypedRateLimitingQueue(limiter),
 		changed: make(chan struct{}), lost: map[lostDevice]string{}, read: map[types.UID][]resourceapi.AllocatedDeviceStatus{},
 	}
 }

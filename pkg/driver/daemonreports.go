@@ -55,13 +55,13 @@ func (r *daemonReports) checkSupervisor(absent error, now time.Time) {
 	switch {
 	case absent == nil:
 		r.absentSince = time.Time{}
-		r.events.WarnOnChange("MPSNotRunning", "", "")
+		r.events.EventOnChange(events.MPSNotRunning, "", "")
 	case !r.fractionsOffered():
 		r.absentSince = time.Time{}
 	case r.absentSince.IsZero():
 		r.absentSince = now
 	case now.Sub(r.absentSince) > supervisorGrace:
-		r.events.WarnOnChange("MPSNotRunning", "absent",
+		r.events.EventOnChange(events.MPSNotRunning, "absent",
 			"This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+absent.Error())
 	}
 }

@@ -112,10 +112,10 @@ func (h *hostWatch) report(ctx context.Context, v *nodeview.View) {
 	switch logger := klog.FromContext(ctx); {
 	case s.Ready && h.lastReason != "":
 		logger.Info("Offering devices", "gpus", gpus, "driver", s.Node.Driver.Version)
-		h.events.Normal("DevicesAvailable", fmt.Sprintf("%d GPUs are offered (driver %s)", gpus, s.Node.Driver.Version))
+		h.events.Event(events.DevicesAvailable, fmt.Sprintf("%d GPUs are offered (driver %s)", gpus, s.Node.Driver.Version))
 	case s.Reason != h.lastReason:
 		logger.Info("Refusing to prepare claims", "reason", s.Reason)
-		h.events.Warn("DevicesUnavailable", "This node refuses to prepare claims: "+s.Reason)
+		h.events.Event(events.DevicesUnavailable, "This node refuses to prepare claims: "+s.Reason)
 	}
 	if s.Ready && v.Generation != h.lastGeneration {
 		h.reconciler.Wake()
@@ -134,7 +134,7 @@ func (h *hostWatch) reportWithheldGPUs(v *nodeview.View) {
 		lines = append(lines, fmt.Sprintf("%s holds %s", c, strings.Join(c.DeviceNames(), ", ")))
 	}
 	now := strings.Join(lines, "; ")
-	h.events.WarnOnChange("GPUsWithheld", now,
+	h.events.EventOnChange(events.GPUsWithheld, now,
 		"Not offering the GPUs of claims that NVIDIA's DRA driver prepared, until these claims end: "+now)
 	h.metrics.ReferenceDriver(len(v.ReferenceClaims), v.ReferenceErr != "")
 }

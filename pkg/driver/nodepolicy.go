@@ -97,5 +97,5 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 }
 
 func (p *nodePolicy) reportProblem(message string) {
-	p.events.WarnOnChange("PolicyIgnored", message, message)
+	p.events.EventOnChange(events.PolicyIgnored, message, message)
 }

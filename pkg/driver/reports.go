@@ -17,5 +17,5 @@ type reports struct {
 // corrects something on the node that differed from the checkpoint records.
 func (r reports) Repaired(repair prepare.Repair) {
 	r.Metrics.Repaired(repair.Kind)
-	r.Normal("Repaired", repair.What+": "+repair.Object)
+	r.Event(events.Repaired, repair.What+": "+repair.Object)
 }

@@ -89,7 +89,8 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	}
 	r.status.Prepared(c)
 	if hint != "" {
-		r.events.NormalClaim(c, "WholeGPUHeld", hint)
+		object := kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: c.Namespace, Name: c.Name}, UID: c.UID}
+		r.events.ClaimEvent(object, events.WholeGPUHeld, hint)
 	}
 	names := make([]string, len(devices))
 	for i, d := range devices {
@@ -162,7 +163,7 @@ func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObje
 	if err != nil {
 		r.metrics.RequestError(metrics.Unprepare, string(cause.Of(err)))
 		logger.Error(err, "Failed to unprepare claim")
-		r.events.WarnClaim(c, "UnprepareFailed", err.Error())
+		r.events.ClaimEvent(c, events.UnprepareFailed, err.Error())
 		return err
 	}
 	if len(r.publisher.HandedOver()) > 0 || len(r.publisher.MIGModeUnneeded()) > 0 {

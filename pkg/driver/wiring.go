@@ -120,7 +120,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	if !cfg.ClaimStatus {
 		statusClient = nil
 	}
-	status := claimstatus.New(statusClient, recorder.WarnClaim, parts.Metrics.ClaimStatusError)
+	status := claimstatus.New(statusClient, recorder.ClaimEvent, parts.Metrics.ClaimStatusError)
 	instanceLock, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
 	if err != nil {
 		return nil, err
@@ -166,7 +166,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		StateDir: cfg.StateDir(), Access: access, StopWorkers: parts.StopWorkers,
 		Readiness: node, Reports: recorder, Released: parts.Metrics.Released, Wake: reconciling.Wake,
 	})
-	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder.WarnOnChange,
+	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder.EventOnChange,
 		parts.Metrics.DevicePlugin)
 	policy := &nodePolicy{
 		client: parts.Client, node: cfg.NodeName, setPolicies: publisher.SetNodePolicies, wake: reconciling.Wake, events: recorder,
@@ -207,7 +207,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
 			Lock: instanceLock, Claims: claims, Use: access.Use, Snapshot: node.Snapshot, StopDaemons: supervisor.StopAll,
-			RemoveFiles: []func() error{specs.RemoveBase, cdiHook.Remove, mpsHook.Remove}, WarnNow: recorder.WarnNow,
+			RemoveFiles: []func() error{specs.RemoveBase, cdiHook.Remove, mpsHook.Remove}, EventNow: recorder.EventNow,
 		}),
 	}, nil
 }

@@ -2,9 +2,10 @@
 //
 // A Recorder writes in the background, so no call waits for the API server. It limits the rate of
 // Events by object and GPU: a failing GPU does not suppress Events about other GPUs or the node.
-// WarnOnChange keeps a state that lasts from repeating its Event.
+// EventOnChange keeps a state that lasts from repeating its Event.
 //
-// The package does not know what the Events are about.
+// The [Catalogue] has the reasons of all Events, and what to do about them. The package does not
+// know when they happen.
 package events
 
 import (
@@ -26,7 +27,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// lastEventTimeout limits how long WarnNow waits for the API server.
+// lastEventTimeout limits how long EventNow waits for the API server.
 const lastEventTimeout = 5 * time.Second
 
 // Recorder writes Events on the plugin's Node and on claims. Its methods may be called at the same
@@ -40,7 +41,7 @@ type Recorder struct {
 	node     *corev1.ObjectReference
 
 	mu sync.Mutex
-	// states has the last state that WarnOnChange and NormalOnChange got, by the Event's reason.
+	// states has the last state that EventOnChange got, by the Event's reason.
 	states map[string]string
 }
 
@@ -63,58 +64,41 @@ func NewFor(r record.EventRecorder, nodeName string) *Recorder {
 	}
 }
 
-// Warn writes a warning on the Node.
-func (r *Recorder) Warn(reason, message string) {
-	r.recorder.Event(r.node, corev1.EventTypeWarning, reason, message)
+// Event writes an Event on the Node.
+func (r *Recorder) Event(reason Reason, message string) {
+	r.recorder.Event(r.node, reason.severity, reason.name, message)
 }
 
-// Normal writes an Event of type Normal on the Node.
-func (r *Recorder) Normal(reason, message string) {
-	r.recorder.Event(r.node, corev1.EventTypeNormal, reason, message)
-}
-
-// WarnOnChange writes a warning on the Node if the state differs from that of the last call with
-// this reason. An empty state means that there is nothing to warn of now, so nothing is written.
-func (r *Recorder) WarnOnChange(reason, state, message string) {
-	if r.changed(reason, state) {
-		r.Warn(reason, message)
-	}
-}
-
-// NormalOnChange is like WarnOnChange, for an Event of type Normal.
-func (r *Recorder) NormalOnChange(reason, state, message string) {
-	if r.changed(reason, state) {
-		r.Normal(reason, message)
-	}
-}
-
-// changed stores the state and reports whether its Event must be written.
-func (r *Recorder) changed(reason, state string) bool {
+// EventOnChange writes an Event on the Node if the state differs from that of the last call with
+// this reason. An empty state means that there is nothing to say now, so nothing is written.
+func (r *Recorder) EventOnChange(reason Reason, state, message string) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	before := r.states[reason]
-	r.states[reason] = state
-	return state != "" && state != before
+	before := r.states[reason.name]
+	r.states[reason.name] = state
+	r.mu.Unlock()
+	if state != "" && state != before {
+		r.Event(reason, message)
+	}
 }
 
-// AboutGPU writes an Event of the given kind (Normal or Warning) on the object. The recorder limits
-// the rate of such Events by the GPU's name too.
-func (r *Recorder) AboutGPU(object *corev1.ObjectReference, gpu, kind, reason, message string) {
-	r.recorder.AnnotatedEventf(object, map[string]string{GPUAnnotation: gpu}, kind, reason, "%s", message)
+// AboutGPU writes an Event on the object. The recorder limits the rate of such Events by the GPU's
+// name too.
+func (r *Recorder) AboutGPU(object *corev1.ObjectReference, gpu string, reason Reason, message string) {
+	r.recorder.AnnotatedEventf(object, map[string]string{GPUAnnotation: gpu}, reason.severity, reason.name, "%s", message)
 }
 
 // Node returns the reference to the Node with which Events refer to it.
 func (r *Recorder) Node() *corev1.ObjectReference { return r.node }
 
-// WarnNow writes a warning on the Node and waits for the API server. A stopping plugin needs this,
+// EventNow writes an Event on the Node and waits for the API server. A stopping plugin needs this,
 // because its Recorder has ended.
-func (r *Recorder) WarnNow(ctx context.Context, client kubernetes.Interface, reason, message string) error {
+func (r *Recorder) EventNow(ctx context.Context, client kubernetes.Interface, reason Reason, message string) error {
 	ctx, cancel := context.WithTimeout(ctx, lastEventTimeout)
 	defer cancel()
 	now := metav1.Now()
 	_, err := client.CoreV1().Events(metav1.NamespaceDefault).Create(ctx, &corev1.Event{
 		ObjectMeta:     metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, GenerateName: r.node.Name + "."},
-		InvolvedObject: *r.node, Type: corev1.EventTypeWarning, Reason: reason, Message: message,
+		InvolvedObject: *r.node, Type: reason.severity, Reason: reason.name, Message: message,
 		Source:         corev1.EventSource{Component: device.DriverName, Host: r.node.Name},
 		FirstTimestamp: now, LastTimestamp: now, Count: 1,
 	}, metav1.CreateOptions{})
@@ -124,17 +108,11 @@ func (r *Recorder) WarnNow(ctx context.Context, client kubernetes.Interface, rea
 	return nil
 }
 
-// WarnClaim writes a warning on the claim. It is for errors of an Unprepare: the kubelet shows
-// errors of a Prepare in the Pod's Events, but it shows errors of an Unprepare nowhere.
-func (r *Recorder) WarnClaim(c kubeletplugin.NamespacedObject, reason, message string) {
+// ClaimEvent writes an Event on the claim. Errors of an Unprepare need it: the kubelet shows errors
+// of a Prepare in the Pod's Events, but it shows errors of an Unprepare nowhere.
+func (r *Recorder) ClaimEvent(c kubeletplugin.NamespacedObject, reason Reason, message string) {
 	meta := metav1.ObjectMeta{Namespace: c.Namespace, Name: c.Name, UID: c.UID}
-	claim := &resourceapi.ResourceClaim{ObjectMeta: meta}
-	r.recorder.Event(ClaimReference(claim), corev1.EventTypeWarning, reason, message)
-}
-
-// NormalClaim writes an Event of type Normal on the claim.
-func (r *Recorder) NormalClaim(c *resourceapi.ResourceClaim, reason, message string) {
-	r.recorder.Event(ClaimReference(c), corev1.EventTypeNormal, reason, message)
+	r.recorder.Event(ClaimReference(&resourceapi.ResourceClaim{ObjectMeta: meta}), reason.severity, reason.name, message)
 }
 
 // ClaimReference returns a reference to the claim for Events about it.

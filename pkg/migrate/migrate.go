@@ -24,6 +24,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -47,7 +48,7 @@ type GPUs interface {
 // Reports tells admins about claims that have ended.
 type Reports interface {
 	Repaired(r prepare.Repair)
-	Warn(reason, message string)
+	Event(reason events.Reason, message string)
 }
 
 // Options are the settings and dependencies of a [Migrator].
@@ -181,7 +182,7 @@ func isSame(in device.Instance, held predecessor.MIG) bool {
 // would need permission to delete any Deployment.
 func (m *Migrator) reportDaemons(c predecessor.Claim) {
 	for _, id := range c.Daemons {
-		m.opts.Reports.Warn("PredecessorDaemon", fmt.Sprintf("%s has ended, but its MPS daemon, "+
+		m.opts.Reports.Event(events.PredecessorDaemon, fmt.Sprintf("%s has ended, but its MPS daemon, "+
 			"a Deployment of NVIDIA's DRA driver, still runs. To delete it, run: "+
 			"kubectl delete deployments --all-namespaces --field-selector metadata.name=mps-control-daemon-%s", c, id))
 	}

@@ -12,6 +12,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -79,7 +80,9 @@ func (n *node) SetTimeSlice(_ context.Context, _ device.Card, to device.TimeSlic
 
 func (n *node) Repaired(r prepare.Repair) { n.repairs = append(n.repairs, r.Kind+" "+r.Object) }
 
-func (n *node) Warn(reason, message string) { n.warnings = append(n.warnings, reason+": "+message) }
+func (n *node) Event(reason events.Reason, message string) {
+	n.warnings = append(n.warnings, reason.String()+": "+message)
+}
 
 func (n *node) Update() { n.updated = true }
 

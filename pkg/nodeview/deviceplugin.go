@@ -5,6 +5,8 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // CodeDevicePlugin is the code of the condition that DevicePlugin reports, and its source.
@@ -14,17 +16,17 @@ const CodeDevicePlugin = "device-plugin"
 // device plugin nor this driver knows the other's allocations, so both may give out the same GPU.
 // Extended resources of a DeviceClass do not count: they are not in a Node's capacity.
 type DevicePlugin struct {
-	refuse       bool
-	node         *Node
-	warnOnChange func(reason, state, message string)
-	found        func(there bool)
+	refuse        bool
+	node          *Node
+	eventOnChange func(reason events.Reason, state, message string)
+	found         func(there bool)
 }
 
 // NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
-// plugin runs on it. warnOnChange writes a warning on the Node if the state differs from that of
+// plugin runs on it. eventOnChange writes an Event on the Node if the state differs from that of
 // the last call. found shows in the metrics whether the device plugin offers the node's GPUs.
-func NewDevicePlugin(refuse bool, n *Node, warnOnChange func(reason, state, message string), found func(there bool)) *DevicePlugin {
-	return &DevicePlugin{refuse, n, warnOnChange, found}
+func NewDevicePlugin(refuse bool, n *Node, eventOnChange func(reason events.Reason, state, message string), found func(there bool)) *DevicePlugin {
+	return &DevicePlugin{refuse, n, eventOnChange, found}
 }
 
 // Observe looks for the device plugin's resources in node, which is the newest version of the Node.
@@ -53,7 +55,7 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 	case c.refuse:
 		c.node.Report(Condition{Source: CodeDevicePlugin, Code: CodeDevicePlugin, Message: message})
 	}
-	c.warnOnChange("DevicePlugin", message, message)
+	c.eventOnChange(events.DevicePlugin, message, message)
 }
 
 func isDevicePluginResource(name string) bool {

@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // devicePluginReports has the warnings so far, and whether the device plugin is there.
@@ -19,7 +20,7 @@ type devicePluginReports struct {
 
 func (r *devicePluginReports) DevicePlugin(there bool) { r.there = there }
 
-func (r *devicePluginReports) WarnOnChange(_, state, message string) {
+func (r *devicePluginReports) EventOnChange(_ events.Reason, state, message string) {
 	if state != r.last && state != "" {
 		r.messages = append(r.messages, message)
 	}
@@ -32,7 +33,7 @@ func TestDevicePluginConflict(t *testing.T) {
 	}
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
 		said, node := &devicePluginReports{}, newWorld(ready(first)).start()
-		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said.WarnOnChange, said.DevicePlugin)
+		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said.EventOnChange, said.DevicePlugin)
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool

@@ -10,6 +10,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
@@ -71,7 +72,7 @@ func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (
 	b.slowScheduler.setSlices(slices)
 	b.metrics.MIG(b.countMIG(shapes))
 	limits := describeLimits(b.layouts.Limited())
-	b.events.NormalOnChange("GPUsLimited", limits, "GPUs are not offered as their MIG policy asks: "+limits)
+	b.events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their MIG policy asks: "+limits)
 	return offer{slices: slices, snapshot: s, features: f, settled: settled}, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
@@ -50,10 +51,9 @@ type Health interface {
 
 // Events writes Events on the Node.
 type Events interface {
-	Warn(reason, message string)
-	// WarnOnChange and NormalOnChange write an Event when the state changes to one that is not empty.
-	WarnOnChange(reason, state, message string)
-	NormalOnChange(reason, state, message string)
+	Event(reason events.Reason, message string)
+	// EventOnChange writes an Event when the state changes to one that is not empty.
+	EventOnChange(reason events.Reason, state, message string)
 }
 
 // Publisher writes the node's ResourceSlices while this plugin instance is the leader.

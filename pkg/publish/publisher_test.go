@@ -17,6 +17,7 @@ import (
 	"github.com/go-logr/logr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -69,9 +70,8 @@ func (noReferenceDriver) Changed() bool                        { return false }
 // noEvents drops all Events.
 type noEvents struct{}
 
-func (noEvents) Warn(string, string)                   {}
-func (noEvents) WarnOnChange(string, string, string)   {}
-func (noEvents) NormalOnChange(string, string, string) {}
+func (noEvents) Event(events.Reason, string)                 {}
+func (noEvents) EventOnChange(events.Reason, string, string) {}
 
 // publishingNode is a node with a publisher, fake hardware and a fake API server.
 type publishingNode struct {

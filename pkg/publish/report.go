@@ -9,6 +9,8 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // reportError logs and counts an error that the publisher retries. If the API server rejected an
@@ -23,7 +25,7 @@ func (p *Publisher) reportError(ctx context.Context, err error, msg string) {
 	if errors.As(err, new(probeError)) {
 		what = "the plugin's test slices (dry run)"
 	}
-	p.opts.Events.Warn("SlicesRejected", "The API server rejects "+what+": "+rejection(err)+
+	p.opts.Events.Event(events.SlicesRejected, "The API server rejects "+what+": "+rejection(err)+
 		". Look for an admission policy that refuses them. If there is none, report a bug")
 }
 

@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // withShares returns the offerings (devices to offer per GPU) with the configured share rules
@@ -32,9 +33,9 @@ func (b *builder) reportShares(offerings []device.Offering, shapes []device.Shap
 	ending := strings.Join(endingShares(shapes), ", ")
 	b.metrics.Shares(countShares(shapes))
 	b.offersFractions.Store(slices.ContainsFunc(shapes, isFractional))
-	b.events.WarnOnChange("SharesNotOffered", notShared, "Not offering shares: "+notShared)
-	b.events.WarnOnChange("FractionsNotOffered", noFractions, "Not offering fractions: "+noFractions)
-	b.events.WarnOnChange("SharesEnding", ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
+	b.events.EventOnChange(events.SharesNotOffered, notShared, "Not offering shares: "+notShared)
+	b.events.EventOnChange(events.FractionsNotOffered, noFractions, "Not offering fractions: "+noFractions)
+	b.events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
 		ending+". The new configuration applies when the last of these claims ends")
 	return ending == ""
 }

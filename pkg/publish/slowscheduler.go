@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
@@ -58,7 +59,7 @@ func (s *slowScheduler) report() {
 		state = "slow"
 	}
 	s.metrics.SlowScheduler(slow)
-	s.events.WarnOnChange("SlowScheduler", state, fmt.Sprintf(
+	s.events.EventOnChange(events.SlowScheduler, state, fmt.Sprintf(
 		"This node publishes counters to a cluster with Kubernetes %s. Before 1.37 the time to "+
 			"schedule a claim grows with the square of the nodes with counters (kubernetes PR 138917). Upgrade to 1.37, "+
 			"or set mig.policy=static (and no shares) on nodes where no claim needs partitions. "+

@@ -21,6 +21,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
 
@@ -49,8 +50,7 @@ type Readiness interface {
 
 // Reports tells admins, and tools for driver upgrades, when the GPUs are released.
 type Reports interface {
-	Warn(reason, message string)
-	Normal(reason, message string)
+	Event(reason events.Reason, message string)
 }
 
 // Options are the settings and dependencies of a [Quiescer].
@@ -129,7 +129,7 @@ func (q *Quiescer) Observe(node *corev1.Node) {
 	q.setReason(reason)
 	if reason == "" {
 		q.opts.Released(false)
-		q.opts.Reports.Normal("DriverTaken",
+		q.opts.Reports.Event(events.DriverTaken,
 			"The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")
 		q.opts.Wake()
 	}
@@ -237,12 +237,12 @@ func (q *Quiescer) report(ctx context.Context, ended <-chan struct{}, blocker er
 	case blocker == nil:
 		klog.FromContext(ctx).Info("Released all GPU handles for the driver upgrade", "reason", q.reason)
 		q.opts.Released(true)
-		q.opts.Reports.Normal("DriverReleased", "Released all GPUs because "+q.reason+". The GPU driver can be replaced now. "+
+		q.opts.Reports.Event(events.DriverReleased, "Released all GPUs because "+q.reason+". The GPU driver can be replaced now. "+
 			"Until the release request is removed, the plugin unprepares claims but prepares none")
 		q.opts.Wake()
 	case blocker.Error() != reported:
 		klog.FromContext(ctx).Error(blocker, "Failed to release the GPUs; checking again", "reason", q.reason)
-		q.opts.Reports.Warn("DriverHeld", "Failed to release the GPUs for the driver upgrade: "+blocker.Error())
+		q.opts.Reports.Event(events.DriverHeld, "Failed to release the GPUs for the driver upgrade: "+blocker.Error())
 		return blocker.Error()
 	}
 	return reported

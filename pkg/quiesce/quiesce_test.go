@@ -17,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
@@ -61,9 +62,9 @@ func (f *fixture) Report(c nodeview.Condition) { f.cause = c.Message }
 
 func (f *fixture) Clear(string) { f.cause = "" }
 
-func (f *fixture) Warn(reason, message string) { f.say(reason + ": " + message) }
-
-func (f *fixture) Normal(reason, message string) { f.say(reason + ": " + message) }
+func (f *fixture) Event(reason events.Reason, message string) {
+	f.say(reason.String() + ": " + message)
+}
 
 func (f *fixture) say(event string) {
 	f.mu.Lock()

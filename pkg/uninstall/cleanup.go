@@ -18,6 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
@@ -54,8 +55,8 @@ type Options struct {
 	StopDaemons func(ctx context.Context) error
 	// RemoveFiles remove the node-wide CDI spec and the hooks.
 	RemoveFiles []func() error
-	// WarnNow writes an Event on the Node.
-	WarnNow func(ctx context.Context, client kubernetes.Interface, reason, message string) error
+	// EventNow writes an Event on the Node.
+	EventNow func(ctx context.Context, client kubernetes.Interface, reason events.Reason, message string) error
 }
 
 // Cleaner removes the driver from the node when the plugin ends.
@@ -156,7 +157,7 @@ func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
 	logger := klog.FromContext(ctx)
 	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
 	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
-	if err := c.opts.WarnNow(ctx, c.opts.Client, "MIGModeStays", message); err != nil {
+	if err := c.opts.EventNow(ctx, c.opts.Client, events.MIGModeStays, message); err != nil {
 		logger.Error(err, "Failed to write the Event MIGModeStays")
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -51,8 +52,8 @@ func (n *fakeNode) RemoveBase() error { n.removed = append(n.removed, "base spec
 
 func (n *fakeNode) Remove() error { n.removed = append(n.removed, "hook"); return n.removeHook }
 
-func (n *fakeNode) WarnNow(ctx context.Context, _ kubernetes.Interface, reason, message string) error {
-	n.events = append(n.events, reason+": "+message)
+func (n *fakeNode) EventNow(ctx context.Context, _ kubernetes.Interface, reason events.Reason, message string) error {
+	n.events = append(n.events, reason.String()+": "+message)
 	return ctx.Err()
 }
 
@@ -67,7 +68,7 @@ func (n *fakeNode) cleanUp(t *testing.T) (pluginDir string) {
 	c := NewCleaner(Options{
 		Client: fake.NewClientset(), Namespace: "gpu", DaemonSet: "plugin",
 		Node: "node", PluginDir: pluginDir, StateDir: filepath.Join(pluginDir, "state"),
-		Lock: lock, Claims: n, Use: n.Use, Snapshot: n.Snapshot, StopDaemons: n.StopAll, WarnNow: n.WarnNow,
+		Lock: lock, Claims: n, Use: n.Use, Snapshot: n.Snapshot, StopDaemons: n.StopAll, EventNow: n.EventNow,
 		RemoveFiles: []func() error{n.RemoveBase, n.Remove, n.Remove},
 	})
 	defer c.Release()

@@ -5,6 +5,8 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 )
 
 // maxMessages is how many messages one Event contains.
@@ -13,9 +15,10 @@ const maxMessages = 3
 // notice is the content of one Event. It combines all health changes of one GPU that have the same
 // Event reason.
 type notice struct {
-	gpu, kind, reason string
-	messages          []string
-	more              int
+	gpu      string
+	reason   events.Reason
+	messages []string
+	more     int
 }
 
 type notices []notice
@@ -35,13 +38,13 @@ func (n *notices) add(c change, message string) {
 		}
 		return
 	}
-	*n = append(*n, notice{gpu: gpu, kind: c.kind, reason: c.reason, messages: []string{message}})
+	*n = append(*n, notice{gpu: gpu, reason: c.reason, messages: []string{message}})
 }
 
 // write writes the notices as Events on the object.
-func (n notices) write(events Events, object *corev1.ObjectReference) {
+func (n notices) write(to Events, object *corev1.ObjectReference) {
 	for _, one := range n {
-		events.AboutGPU(object, one.gpu, one.kind, one.reason, one.String())
+		to.AboutGPU(object, one.gpu, one.reason, one.String())
 	}
 }
 

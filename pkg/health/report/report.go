@@ -20,6 +20,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
@@ -30,8 +31,8 @@ const maxPending = 64
 
 // Events writes Events. It must not block.
 type Events interface {
-	Warn(reason, message string)
-	AboutGPU(object *corev1.ObjectReference, gpu, kind, reason, message string)
+	Event(reason events.Reason, message string)
+	AboutGPU(object *corev1.ObjectReference, gpu string, reason events.Reason, message string)
 	Node() *corev1.ObjectReference
 }
 
@@ -62,8 +63,9 @@ func New(client kubernetes.Interface, e Events, m *metrics.Metrics, r Records, n
 type change struct {
 	health.Change
 	// gpu is the GPU of the change, as far as the inventory knows it.
-	gpu                   device.GPU
-	kind, reason, message string
+	gpu     device.GPU
+	reason  events.Reason
+	message string
 }
 
 // Report reports the changes. view has the verdicts after them. gpus are the GPUs of the node,
@@ -104,6 +106,11 @@ func (r *Reporter) Report(ctx context.Context, view *health.View, gpus []device.
 	}
 }
 
+// reasons has the reason of the Event by the state that a device enters.
+var reasons = map[health.State]events.Reason{
+	health.Degraded: events.GPUDegraded, health.Unknown: events.GPUUnknown, health.Unhealthy: events.GPUUnhealthy, health.Lost: events.GPULost,
+}
+
 // newChange returns c with what its Events say.
 func newChange(view *health.View, gpus []device.GPU, c health.Change) change {
 	gpu := device.GPU{PCIAddress: c.Card.PCIAddress, UUID: c.Card.UUID}
@@ -113,21 +120,21 @@ func newChange(view *health.View, gpus []device.GPU, c health.Change) change {
 	f := c.Finding
 	switch {
 	case f.State == health.Healthy:
-		return change{c, gpu, corev1.EventTypeWarning, "GPUReport", fmt.Sprintf("%s: %s", f.Reason, f.Action)}
+		return change{c, gpu, events.GPUReport, fmt.Sprintf("%s: %s", f.Reason, f.Action)}
 	case !c.Over:
-		return change{c, gpu, corev1.EventTypeWarning, "GPU" + f.State.String(),
+		return change{c, gpu, reasons[f.State],
 			fmt.Sprintf("%s is %s: %s: %s", c.Device(), f.State, f.Reason, f.Action)}
 	}
 	recovered := fmt.Sprintf("%s no longer has this problem: %s (%s)", c.Device(), f.Reason, c.Why)
 	name, _ := device.ParseName(c.Device())
 	if v := view.Of(gpu, name); v.State > health.Healthy {
-		return change{c, gpu, corev1.EventTypeNormal, "GPUChanged", fmt.Sprintf("%s; it is %s: %s", recovered, v.State, v.Message())}
+		return change{c, gpu, events.GPUChanged, fmt.Sprintf("%s; it is %s: %s", recovered, v.State, v.Message())}
 	}
-	return change{c, gpu, corev1.EventTypeNormal, "GPURecovered", recovered}
+	return change{c, gpu, events.GPURecovered, recovered}
 }
 
 // NotCleared reports that an admin's request to clear health problems names unknown GPUs.
-func (r *Reporter) NotCleared(message string) { r.events.Warn("HealthNotCleared", message) }
+func (r *Reporter) NotCleared(message string) { r.events.Event(events.HealthNotCleared, message) }
 
 // Count sets the metrics that count hardware events such as XIDs. failure is the reason why the
 // driver receives no events, or "" if it does.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
@@ -29,10 +30,12 @@ type fakeNode struct {
 	newerLeads bool
 }
 
-func (n *fakeNode) Warn(reason, message string) { n.events = append(n.events, reason+": "+message) }
+func (n *fakeNode) Event(reason events.Reason, message string) {
+	n.events = append(n.events, reason.String()+": "+message)
+}
 
-func (n *fakeNode) AboutGPU(object *corev1.ObjectReference, gpu, kind, reason, message string) {
-	n.events = append(n.events, fmt.Sprintf("%s %s, %s, %s %s: %s", object.Kind, object.Name, gpu, kind, reason, message))
+func (n *fakeNode) AboutGPU(object *corev1.ObjectReference, gpu string, reason events.Reason, message string) {
+	n.events = append(n.events, fmt.Sprintf("%s %s, %s, %s %s: %s", object.Kind, object.Name, gpu, reason.Severity(), reason, message))
 }
 
 func (n *fakeNode) Node() *corev1.ObjectReference {
@@ -102,13 +105,21 @@ func TestEventsReachNodeAndPods(t *testing.T) {
 	}
 }
 
+func TestEveryStateHasAReason(t *testing.T) {
+	for _, s := range health.States() {
+		if got := reasons[s].String(); s != health.Healthy && got != "GPU"+s.String() {
+			t.Errorf("%s: the Event's reason is %q", s, got)
+		}
+	}
+}
+
 // GPURecovered must not be sent while the device has another problem.
 func TestRecoveryEventNamesOtherProblems(t *testing.T) {
 	m := health.New(nil, time.Now())
 	card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-1"}
 	m.Apply(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}}, time.Now())
 	gpus := []device.GPU{{PCIAddress: card.PCIAddress, UUID: card.UUID}}
-	if c := newChange(m.View(), gpus, changeAt("0000:1b:00.0", health.Unhealthy, true)); c.reason != "GPUChanged" {
+	if c := newChange(m.View(), gpus, changeAt("0000:1b:00.0", health.Unhealthy, true)); c.reason != events.GPUChanged {
 		t.Errorf("%s: %s", c.reason, c.message)
 	}
 }
