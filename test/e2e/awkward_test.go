@@ -39,7 +39,7 @@ func TestAwkwardNode(t *testing.T) {
 	node.Mounts = []cluster.Mount{{Source: buildProgram(t, "nvml-client"), Target: probeDir}}
 	node.Labels = map[string]string{nodesLabel: awkward}
 	w := bringUp(t, "e2e-awkward", node)
-	w.releaseOn(t, clusterharness.Release, awkward, "--set", "hostPaths.proc="+procView)
+	w.releaseOn(t, clusterharness.Release, awkward, "--set", "hostPaths.proc="+procView, "--set", awkwardValue)
 
 	t.Run("the first watcher lives until it has opened every GPU", w.testFirstWatcher)
 	bare := w.simulated(t)
@@ -294,6 +294,9 @@ func (w *world) testClientHoldsGPU(t *testing.T) {
 	u.gpus(8)
 	u.holder("all", 8, onNode(h100)) // switches MIG mode off, so that each GPU's next partition is its first
 	u.runningWithin(2*time.Minute, "all")
+	if out := u.sh("all", "", "ls /dev/dri /dev/dri/by-path"); strings.Count(out, "\ncard") != 8 || strings.Count(out, "-render\n") != 8 {
+		t.Errorf("the Pod with eight GPUs has these DRM device nodes and links:\n%s", out)
+	}
 	u.remove("all")
 	u.template("open", device("mig.nvidia.com", clientGPU, "1g.10gb"))
 	u.template("free", device("mig.nvidia.com", freeGPU, "1g.10gb"))
@@ -302,6 +305,9 @@ func (w *world) testClientHoldsGPU(t *testing.T) {
 	u.pod("open", onNode(h100), fromTemplate("gpu", "open"))
 	u.pod("free", onNode(h100), fromTemplate("gpu", "free"))
 	u.running("free")
+	if out := u.sh("free", "", "ls /dev/dri 2>&1 || true"); strings.Contains(out, "card") {
+		t.Errorf("the Pod with a partition has DRM device nodes, which reach the whole GPU:\n%s", out)
+	}
 	u.saysClient("open", "FailedPrepareDynamicResources", pid)
 	if u.get("open").Status.Phase != "Pending" {
 		t.Errorf("Pod open runs although a client has its GPU open")

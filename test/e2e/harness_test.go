@@ -39,6 +39,9 @@ var nodeFile = flag.String("node", "dgx-h100", "node file of TestMIG, TestSharin
 
 const awkward = "awkward"
 
+// awkwardValue is what the chart needs on the awkward node, whose host has no /sbin/ldconfig.
+const awkwardValue = "ldconfigPath=" + clusterharness.NodeRoot + "/bin/ldconfig"
+
 // asAdmin runs what an admin does to the GPUs of the node h100. On the awkward node the plugin's
 // watcher blocks a change of MIG mode, so the admin releases the GPUs first, as docs/mig.md says.
 func (w *world) asAdmin(t *testing.T, do func()) {
@@ -182,6 +185,9 @@ func (w *world) takeDown(t *testing.T, name string) {
 // install installs or upgrades the chart. more are further helm arguments.
 func (w *world) install(t *testing.T, more ...string) {
 	t.Helper()
+	if *nodeFile == awkward {
+		more = append([]string{"--set", awkwardValue}, more...)
+	}
 	if err := clusterharness.Install(t.Context(), w.Cluster, w.root, more...); err != nil {
 		t.Fatalf("install the chart: %v\n%s", err, w.pluginLogs(t))
 	}

@@ -120,27 +120,28 @@ func (s scanner) checkNode(n *specs.DeviceNode, majors map[uint32]bool) error {
 	return nil
 }
 
-var numbered = regexp.MustCompile(`^nvidia([0-9]+)$`)
+var numbered = regexp.MustCompile(`^(nvidia|card|renderD)([0-9]+)$`)
 
 const (
 	majorDRM     = 226 // major number of all DRM devices (Linux device list)
 	minorControl = 255 // minor number of /dev/nvidiactl
 )
 
-// checkNumber returns an error if number belongs to no NVIDIA or DRM device, or if its minor number
-// does not fit the name of the device node. majors are NVIDIA's major numbers. If they are unknown,
-// as in a sandbox, checkNumber accepts every number.
+// checkNumber returns an error if number belongs to no NVIDIA device, or for a DRM device's name to
+// no DRM device, or if its minor number does not fit the name of the device node. majors are
+// NVIDIA's major numbers. If they are unknown, as in a sandbox, every number is accepted.
 func checkNumber(name string, number uint64, majors map[uint32]bool) error {
 	if len(majors) == 0 {
 		return nil
 	}
 	major, minor := unix.Major(number), unix.Minor(number)
-	if major != majorDRM && !majors[major] {
+	m := numbered.FindStringSubmatch(name)
+	if graphics := m != nil && m[1] != "nvidia"; graphics && major != majorDRM || !graphics && !majors[major] {
 		return fmt.Errorf("its number %d:%d does not belong to the NVIDIA driver", major, minor)
 	}
 	want := minor
-	if m := numbered.FindStringSubmatch(name); m != nil {
-		n, err := strconv.ParseUint(m[1], 10, 20)
+	if m != nil {
+		n, err := strconv.ParseUint(m[2], 10, 20)
 		if err != nil {
 			return fmt.Errorf("the driver does not use this name: %w", err)
 		}

@@ -176,6 +176,10 @@ func TestDeviceNodeNumberMatchesName(t *testing.T) {
 		{"nvidia-uvm", 510, 0, true},
 		{"nvidia-uvm-tools", 510, 1, true},
 		{"card1", 226, 1, true},
+		{"renderD129", 226, 129, true},
+		{"card1", 226, 0, false},      // another display adapter
+		{"card1", 195, 1, false},      // a GPU itself
+		{"nvidia0", 226, 0, false},    // a display adapter
 		{"nvidia0", 195, 1, false},    // the number of another GPU
 		{"nvidia0", 1, 0, false},      // the number of /dev/mem
 		{"nvidia-uvm", 511, 0, false}, // the number of an earlier module load, now free for any driver

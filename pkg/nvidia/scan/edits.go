@@ -65,10 +65,13 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 	if len(found) == 0 {
 		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
 	}
-	if err := s.confine(found[0].ContainerEdits); err != nil {
+	own, graphics := withoutGraphics(found[0].ContainerEdits), graphicsEdits(s.paths, g.PCIAddress)
+	own.DeviceNodes = append(own.DeviceNodes, graphics.DeviceNodes...)
+	own.Hooks = append(own.Hooks, graphics.Hooks...)
+	if err := s.confine(own); err != nil {
 		return edits{}, fmt.Errorf("refusing the GPU's files: %w", err)
 	}
-	own := s.tidy(found[0].ContainerEdits)
+	own = s.tidy(own)
 	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
 	for _, n := range own.DeviceNodes {
 		if n.Path == want {

@@ -28,7 +28,7 @@ func Fingerprint(p nvidia.Paths) string {
 	gpus, err := host.GPUs(p.Sysfs)
 	fmt.Fprintln(h, gpus, err)
 	for _, a := range gpus {
-		fmt.Fprintln(h, host.Driver(p.Sysfs, a))
+		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.GraphicsDevices(p.Sysfs, a))
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
 	for _, dir := range driverroot.LibraryDirs() {

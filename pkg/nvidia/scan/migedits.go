@@ -31,12 +31,7 @@ func capabilityEdits(
 ) specs.ContainerEdits {
 	e := parent
 	if !strings.HasSuffix(compute.Name, "+gfx") {
-		e.DeviceNodes = slices.DeleteFunc(slices.Clone(parent.DeviceNodes), func(n *specs.DeviceNode) bool {
-			return strings.HasPrefix(n.Path, "/dev/dri/")
-		})
-		e.Hooks = slices.DeleteFunc(slices.Clone(parent.Hooks), func(h *specs.Hook) bool {
-			return slices.ContainsFunc(h.Args, func(arg string) bool { return strings.Contains(arg, "/dev/dri") })
-		})
+		e = withoutGraphics(parent)
 	}
 	e.DeviceNodes = append(slices.Clone(e.DeviceNodes), capabilityNode(p, instance.Minor), capabilityNode(p, compute.Minor))
 	return e

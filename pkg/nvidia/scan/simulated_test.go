@@ -3,7 +3,9 @@ package scan
 import (
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -11,6 +13,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -219,5 +222,108 @@ func TestFieldDecidesWhetherMIGNeedsReset(t *testing.T) {
 	}}
 	if needsReset(handle) {
 		t.Error("the card needs a reset although the driver says that it does not")
+	}
+}
+
+// graphicsNode is a node with a card that is partitioned, one partition with graphics, and a whole
+// card.
+func graphicsNode() *model.Node {
+	card := model.Card{Model: "rtx-pro-6000-blackwell", PCI: "0000:1b:00.0", PCIRoot: "pci0000:15", MIG: &model.CardMIG{
+		Enabled: true, Instances: []model.CardInstance{{Profile: 47, Start: 0}, {Profile: 14, Start: 1}},
+	}}
+	whole := card
+	whole.PCI, whole.MIG = "0000:3d:00.0", nil
+	cards := []model.Card{card, whole}
+	for i := range cards {
+		minor, module := uint32(i), uint32(i+1)
+		cards[i].Minor, cards[i].Module, cards[i].UUID = &minor, &module, fmt.Sprintf("GPU-00000000-0000-4000-8000-00000000000%d", i)
+	}
+	return &model.Node{Name: "graphics", DriverVersion: "580.105.08", CUDAVersion: "13.0", GPUs: cards, DRMNodes: true}
+}
+
+// graphicsOf returns the names of the DRM device nodes in e, and the links that its hooks make.
+func graphicsOf(e specs.ContainerEdits) (nodes, links []string) {
+	for _, n := range e.DeviceNodes {
+		if name, ok := strings.CutPrefix(n.Path, "/dev/dri/"); ok {
+			nodes = append(nodes, name)
+		}
+	}
+	for _, h := range e.Hooks {
+		for _, arg := range h.Args {
+			if _, link, ok := strings.Cut(arg, "::/dev/dri/by-path/"); ok {
+				links = append(links, link)
+			}
+		}
+	}
+	return nodes, links
+}
+
+func TestOnlyWholeGPUsAndGraphicsPartitionsGetDRMNodes(t *testing.T) {
+	s := nvidiatest.NewSiteOf(t, graphicsNode(), layout.Host, "")
+	node := mustScan(s)
+	want := []string{"card33", "renderD161"}
+	wantLinks := []string{"pci-0000:3d:00.0-card", "pci-0000:3d:00.0-render"}
+	if nodes, links := graphicsOf(node.GPUs[1].Edits); !slices.Equal(nodes, want) || !slices.Equal(links, wantLinks) {
+		t.Errorf("the whole GPU has %v and %v, want %v and %v", nodes, links, want, wantLinks)
+	}
+	with := CapabilityEdits(s.Paths())
+	for name, want := range map[string][]string{"1g.24gb": nil, "1g.24gb+gfx": {"card32", "renderD160"}} {
+		var found int
+		for _, in := range node.GPUs[0].MIG.Instances {
+			for _, c := range in.Compute {
+				if c.Name != name {
+					continue
+				}
+				found++
+				if nodes, links := graphicsOf(with(node.GPUs[0].Edits, in, c)); !slices.Equal(nodes, want) || len(links) != len(want) {
+					t.Errorf("partition %s has %v and %v, want %v", name, nodes, links, want)
+				}
+			}
+		}
+		if found != 1 {
+			t.Errorf("%d partitions %s: %+v", found, name, node.GPUs[0].MIG.Instances)
+		}
+	}
+}
+
+// An admin may load nvidia-drm after the plugin has started.
+func TestScanNoticesDRMNodes(t *testing.T) {
+	described := graphicsNode()
+	described.DRMNodes = false
+	s := nvidiatest.NewSiteOf(t, described, layout.Host, "")
+	before := Fingerprint(s.Paths())
+	if nodes, links := graphicsOf(mustScan(s).GPUs[1].Edits); len(nodes)+len(links) > 0 {
+		t.Errorf("without nvidia-drm the GPU has %v and %v", nodes, links)
+	}
+	s.Change(func(c *layout.Config, _ *state.File) error {
+		c.Node.DRMNodes = true
+		return c.Save()
+	})
+	if Fingerprint(s.Paths()) == before {
+		t.Error("the fingerprint ignores the DRM devices")
+	}
+	if nodes, _ := graphicsOf(mustScan(s).GPUs[1].Edits); len(nodes) != 2 {
+		t.Errorf("with nvidia-drm the GPU has %v", nodes)
+	}
+}
+
+// Without a configured path the hook has its own default, /sbin/ldconfig.
+func TestHookRunsConfiguredLdconfig(t *testing.T) {
+	s := nvidiatest.NewSite(t, "t4-x1", layout.Container, "")
+	for _, configured := range []string{"", "/run/current-system/sw/bin/ldconfig"} {
+		p := s.Paths()
+		p.LdconfigPath = configured
+		node, err := Isolated(p, s.Role("scan")...)(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		i := slices.IndexFunc(node.Common.Hooks, func(h *specs.Hook) bool { return h.Args[1] == "update-ldcache" })
+		if i < 0 {
+			t.Fatalf("no hook updates the cache: %v", node.Common.Hooks)
+		}
+		_, args, _ := strings.Cut(strings.Join(node.Common.Hooks[i].Args, " "), "--ldconfig-path ")
+		if path, _, _ := strings.Cut(args, " "); path != configured {
+			t.Errorf("with %q the hook runs %q", configured, path)
+		}
 	}
 }

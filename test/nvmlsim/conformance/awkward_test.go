@@ -4,12 +4,15 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -84,6 +87,82 @@ func TestNodeWithoutCapabilityNodes(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(s.deviceFolder(), "nvidia-uvm-tools")); err == nil {
 		t.Error("nvidia-uvm-tools exists")
+	}
+}
+
+// open-gpu-kernel-modules, nvidia-drm-drv.c: with the kernel module nvidia-drm each GPU has a card
+// and a render node, whatever the module's parameter modeset. The kernel creates them in the
+// machine's /dev, also for a driver container.
+func TestDRMNodesOfEachGPU(t *testing.T) {
+	for _, kind := range []layout.Kind{layout.Host, layout.Container} {
+		t.Run(string(kind), func(t *testing.T) {
+			s := newSite(t, "awkward", kind, "")
+			for i, card := range s.options.Config.Node.GPUs {
+				listed, err := filepath.Glob(filepath.Join(s.root, "sys/bus/pci/devices", card.PCI, "drm/*/dev"))
+				if err != nil || len(listed) != 2 {
+					t.Errorf("GPU %d has the DRM devices %v (%v), want a card and a render node", i, listed, err)
+				}
+				for _, file := range listed {
+					node := filepath.Join(s.dev, "dri", filepath.Base(filepath.Dir(file)))
+					if _, err := os.Stat(node); err != nil {
+						t.Error(err)
+					}
+				}
+				for _, what := range []string{"card", "render"} {
+					link := filepath.Join(s.dev, "dri/by-path", "pci-"+card.PCI+"-"+what)
+					if _, err := os.Stat(link); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
+			if _, err := os.Lstat(filepath.Join(s.dev, "dri")); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("without the driver there are DRM device nodes: %v", err)
+			}
+		})
+	}
+}
+
+// siderolabs/extensions#940: some hosts have ldconfig elsewhere, or not at all.
+func TestNodeWithoutLdconfig(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: mounts")
+	}
+	s := newSite(t, "awkward", layout.Host, "")
+	s.options.Config.MountRoot = true
+	works := func(path string) bool { return exec.Command(path, "--version").Run() == nil }
+	var before, hidden, moved, after bool
+	inOwnThread(t, func() error {
+		before = works("/sbin/ldconfig")
+		_, err := layout.Up(s.options)
+		hidden, moved = !works("/sbin/ldconfig"), works(filepath.Join(s.root, "bin/ldconfig"))
+		err = errors.Join(err, layout.Down(s.root))
+		after = works("/sbin/ldconfig")
+		return err
+	})
+	if !before || !hidden || !moved || !after {
+		t.Errorf("ldconfig works %v, is hidden %v, works elsewhere %v, works after the layout %v", before, hidden, moved, after)
+	}
+}
+
+// inOwnThread runs do in a thread with its own mount namespace. The thread ends afterwards.
+func inOwnThread(t *testing.T, do func() error) {
+	t.Helper()
+	result := make(chan error)
+	go func() {
+		runtime.LockOSThread() // and never unlocked
+		result <- func() error {
+			if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
+				return fmt.Errorf("unshare: %w", err)
+			}
+			if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+				return fmt.Errorf("make the mounts private: %w", err)
+			}
+			return do()
+		}()
+	}()
+	if err := <-result; err != nil {
+		t.Fatal(err)
 	}
 }
 

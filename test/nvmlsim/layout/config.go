@@ -56,6 +56,7 @@ type Config struct {
 	MountProc bool `json:"mountProc,omitempty"`
 	// MountRoot bind-mounts the root folder of the simulated node at .udev/nvmlsim below Dev. A
 	// container that has all of Dev can then change the GPUs, even if its driver root is read-only.
+	// It also hides the machine's ldconfig, if the node has none.
 	MountRoot bool `json:"mountRoot,omitempty"`
 
 	root string

@@ -150,6 +150,9 @@ func (c *Config) applyDevices(v view) error {
 			return err
 		}
 	}
+	if err := c.applyDRM(v); err != nil {
+		return err
+	}
 	if len(nodes) == 0 {
 		_ = os.Remove(filepath.Join(folder, "nvidia-caps")) // fails if the folder is not empty
 	}

@@ -50,6 +50,16 @@ func keepSources(root string, s Sources) error {
 	return nil
 }
 
+// moveLdconfig copies ldconfig to bin/ldconfig of the layout's folder, if the node's host does not
+// have it in /sbin. At a second boot the copy is there, and the original is hidden.
+func (c *Config) moveLdconfig() error {
+	moved := c.path("bin", "ldconfig")
+	if _, err := os.Stat(moved); err == nil || !c.Node.NoLdconfig || !c.MountRoot {
+		return nil
+	}
+	return copyFile(ldconfig, moved, 0o755)
+}
+
 // applyDriverRoot installs the driver's files under names with the current driver version, and
 // removes files of other versions. If no driver is installed, it empties the driver root.
 func (c *Config) applyDriverRoot(v view) error {

@@ -46,6 +46,9 @@ func Up(o Options) (*Config, error) {
 	if err := keepSources(root, o.Sources); err != nil {
 		return nil, err
 	}
+	if err := c.moveLdconfig(); err != nil {
+		return nil, err
+	}
 	f, err := openState(root, &c, o)
 	if err != nil {
 		return nil, err

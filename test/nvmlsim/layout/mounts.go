@@ -15,9 +15,12 @@ import (
 // named .udev.
 const reachFolder = ".udev/nvmlsim"
 
+// ldconfig is where a usual host has it. Debian's /sbin is a link to /usr/sbin.
+const ldconfig = "/usr/sbin/ldconfig"
+
 // applyMounts bind-mounts the simulated /proc files over the machine's, so that code with absolute
-// paths reads them, and the root folder below /dev. It removes mounts that the configuration no
-// longer has. Call it in the node's own mount namespace.
+// paths reads them, and the root folder below /dev. It hides ldconfig on a node without it. It
+// removes mounts that the configuration no longer has. Call it in the node's own mount namespace.
 func (c *Config) applyMounts(view) error {
 	reach := filepath.Join(c.Dev, reachFolder)
 	for _, m := range []struct {
@@ -27,6 +30,7 @@ func (c *Config) applyMounts(view) error {
 		{c.path("proc", "driver"), "/proc/driver", c.MountProc},
 		{c.path("proc", "devices"), "/proc/devices", c.MountProc},
 		{c.root, reach, c.MountRoot},
+		{os.DevNull, ldconfig, c.MountRoot && c.Node.NoLdconfig},
 	} {
 		mounted, err := isMountPoint(m.to)
 		if err != nil {
@@ -66,7 +70,7 @@ func (c *Config) mountedByUs(mountPoint, from string) bool {
 }
 
 func isMountPoint(path string) (bool, error) {
-	file, err := os.Open("/proc/self/mountinfo")
+	file, err := os.Open("/proc/thread-self/mountinfo")
 	if err != nil {
 		return false, err
 	}

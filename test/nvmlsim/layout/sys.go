@@ -20,6 +20,7 @@ type pciFunction struct {
 	class              uint32
 	driver             string
 	iommuGroup         *uint32
+	drm                []drmDevice
 }
 
 // classGPU is the PCI class of data-centre GPUs, "3D controller". classBridge is the class of a
@@ -62,6 +63,7 @@ func (c *Config) functions(v view) ([]pciFunction, error) {
 		}
 		if v.loaded {
 			f.driver = "nvidia"
+			f.drm = c.drmDevices(i)
 		}
 		functions = append(functions, f)
 	}
@@ -134,6 +136,9 @@ func (f pciFunction) drawAt(t tree, folder string) error {
 		t.file(path.Join(driver, "unbind"), "", 0o200)
 		links[path.Join(folder, "driver")] = driver
 		links[path.Join(driver, f.address)] = folder
+	}
+	for _, d := range f.drm {
+		t.file(path.Join(folder, "drm", d.name, "dev"), fmt.Sprintf("%d:%d\n", majorDRM, d.minor), 0o444)
 	}
 	if f.iommuGroup != nil {
 		group := fmt.Sprintf("kernel/iommu_groups/%d", *f.iommuGroup)

@@ -37,6 +37,11 @@ type Node struct {
 	// out the device nodes of MIG instances, as on a host without nvidia-modprobe.
 	NoUVMTools        bool `json:"noUvmTools,omitempty"`
 	NoCapabilityNodes bool `json:"noCapabilityNodes,omitempty"`
+	// DRMNodes gives each GPU its DRM device nodes, as the kernel module nvidia-drm does.
+	DRMNodes bool `json:"drmNodes,omitempty"`
+	// NoLdconfig moves ldconfig from /sbin to bin/ldconfig of the layout's folder, as on hosts that
+	// have it elsewhere. It needs the layout's MountRoot.
+	NoLdconfig bool `json:"noLdconfig,omitempty"`
 	// SettingsStay keeps the time slice and the compute mode of a GPU that no process has open, even
 	// without persistence mode.
 	SettingsStay bool `json:"settingsStay,omitempty"`

@@ -2,8 +2,10 @@ package host
 
 import (
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -41,6 +43,15 @@ func Driver(sysfs string, a device.PCIAddress) string {
 	}
 	return filepath.Base(target)
 }
+
+// GraphicsDevices returns the names of a PCI function's DRM devices, such as card1 and renderD128.
+// nvidia-drm makes both for each GPU (open-gpu-kernel-modules, nvidia-drm-drv.c).
+func GraphicsDevices(sysfs string, a device.PCIAddress) []string {
+	found, _ := fs.Glob(os.DirFS(filepath.Join(sysfs, "bus", "pci", "devices", string(a), "drm")), "*[0-9]")
+	return slices.DeleteFunc(found, func(name string) bool { return !graphicsName.MatchString(name) })
+}
+
+var graphicsName = regexp.MustCompile(`^(card|renderD)[0-9]+$`)
 
 // Inode returns the inode of a PCI function's sysfs directory. Another function that later takes
 // the same address has another inode. It is 0 if no function has the address.

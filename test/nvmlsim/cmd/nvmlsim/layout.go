@@ -79,7 +79,7 @@ func newLayoutUp(n *node) *cobra.Command {
 		"mount-root",
 		false,
 		"mount the layout's folder at .udev/nvmlsim in the folder of device nodes, for containers with all device nodes and a read-only "+
-			"driver root",
+			"driver root, and hide ldconfig if the node file says so: only in a mount namespace of the node's own",
 	)
 	flags.BoolVar(&o.Fresh, "fresh", false, "discard the existing state and create a new one")
 	for _, name := range []string{"node", "models", "lib"} {
