@@ -27,7 +27,10 @@ type Record struct {
 	ClaimUID  types.UID `json:"claimUID"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
-	State     State     `json:"state"`
+	// Pod is the name of the Pod that owns the claim. It is empty for a claim that no Pod owns, which
+	// several Pods may use one after another.
+	Pod   string `json:"pod,omitempty"`
+	State State  `json:"state"`
 	// BootID is the kernel's boot ID when the record's Steps were carried out. After a reboot their
 	// effects on the hardware and in tmpfs are gone.
 	BootID  string   `json:"bootID"`

@@ -148,6 +148,22 @@ func (s *Store) SyncDirs(holders bool) error {
 	return nil
 }
 
+// Readable returns all records that can be read, sorted by their file names.
+func (s *Store) Readable() ([]Record, error) {
+	entries, err := s.List()
+	if err != nil {
+		return nil, err
+	}
+	var records []Record
+	for _, e := range entries {
+		var r Record
+		if found, err := recordFormat.Read(s.disk, filepath.Join(s.claims, e.file), &r); err == nil && found && r.ClaimUID == e.ClaimUID {
+			records = append(records, r)
+		}
+	}
+	return records, nil
+}
+
 // Load reads a claim's record. If err is an [*statefile.UnreadableError] or a
 // [*statefile.NewerError], the record exists but cannot be used.
 //

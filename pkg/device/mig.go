@@ -113,6 +113,13 @@ func (i Instance) Part(n PartitionName) (ComputeInstance, bool) {
 	return ComputeInstance{}, false
 }
 
+// DeviceName returns the name of the device that the compute instance c of the GPU instance i is
+// published as. gpu is the name of the GPU.
+func (i Instance) DeviceName(gpu string, c ComputeInstance) string {
+	n := i.partitionName(c)
+	return Name{GPU: gpu, Partition: &n}.String()
+}
+
 // partitionName returns the name of the compute instance c of the GPU instance i. The name has c's
 // ID only if c is smaller than i.
 func (i Instance) partitionName(c ComputeInstance) PartitionName {

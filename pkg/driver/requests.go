@@ -66,6 +66,7 @@ func (r *requests) PrepareResourceClaims(
 func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kubeletplugin.PrepareResult {
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	ctx = klog.NewContext(ctx, logger)
+	defer r.metrics.InFlight(metrics.Prepare)()
 	start := time.Now()
 	// Use comes before View, and ok is not needed: if Use is denied, the View is not ready.
 	done, _ := r.hardware.Use()
@@ -153,6 +154,7 @@ func (r *requests) UnprepareResourceClaims(ctx context.Context, claims []kubelet
 
 func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject) error {
 	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
+	defer r.metrics.InFlight(metrics.Unprepare)()
 	start := time.Now()
 	err := r.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
 	if err == nil {

@@ -31,6 +31,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/occupancy"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
@@ -148,6 +149,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: policies, Shares: shares, Effects: effects,
 		Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
+	parts.Metrics.ReadOccupancy(occupancy.Source{NodeName: cfg.NodeName, Node: node, Publisher: publisher, Claims: claims}.Read)
 	daemons := &daemonReports{
 		supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
 	}

@@ -17,6 +17,7 @@ func described(t *testing.T) map[string][]string {
 	t.Helper()
 	m := New("v1")
 	m.CountPrepared(func() (int, int, error) { return 0, 0, nil })
+	m.ReadOccupancy(func() (Occupancy, bool) { return Occupancy{}, true })
 	m.Inventory(true, 0)
 	m.ReceivesEvents(true)
 	descriptions := make(chan *prometheus.Desc)

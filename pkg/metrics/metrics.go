@@ -28,6 +28,7 @@ type Metrics struct {
 	prefixed prometheus.Registerer
 
 	duration             *prometheus.HistogramVec
+	inFlight             *prometheus.GaugeVec
 	requestErrors        *prometheus.CounterVec
 	statusErrors         *prometheus.CounterVec
 	publishErrors        prometheus.Counter
@@ -54,6 +55,7 @@ func New(version string) *Metrics {
 		Registry: registry, prefixed: prefixed,
 		duration: auto.histograms("request_duration_seconds", "Time to prepare or unprepare one claim, successful or not.",
 			prometheus.ExponentialBuckets(0.001, 2, 16), "operation"), // 1 ms … 33 s; the kubelet gives a call 45 s
+		inFlight: auto.gauges("requests_in_flight", "Claims that the plugin prepares or unprepares now.", "operation"),
 		requestErrors: auto.counters("request_errors_total", "Claims that could not be prepared or unprepared, by cause.",
 			"operation", "cause"),
 		statusErrors:  auto.counters("claim_status_errors_total", "Failed attempts to write a claim's devices into its status.devices.", "cause"),
@@ -108,6 +110,14 @@ func (f factory) histograms(name, help string, buckets []float64, labels ...stri
 // Request adds the time that one claim took in one kubelet call.
 func (m *Metrics) Request(op Operation, took time.Duration) {
 	m.duration.WithLabelValues(string(op)).Observe(took.Seconds())
+}
+
+// InFlight counts a claim that the plugin begins to prepare or unprepare. The caller calls done
+// when that has ended.
+func (m *Metrics) InFlight(op Operation) (done func()) {
+	now := m.inFlight.WithLabelValues(string(op))
+	now.Inc()
+	return now.Dec
 }
 
 // RequestError counts a claim that could not be prepared or unprepared.

@@ -7,6 +7,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -70,6 +71,9 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	pl := &plan{snapshot: snapshot, record: checkpoint.Record{
 		ClaimUID: c.UID, Namespace: c.Namespace, Name: c.Name, BootID: p.node.BootID,
 	}}
+	if owner := metav1.GetControllerOf(c); owner != nil && owner.Kind == "Pod" {
+		pl.record.Pod = owner.Name
+	}
 	if len(allocation.Results) == 0 {
 		return pl, nil
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
@@ -150,6 +151,20 @@ func TestClaimWithMoreGPUsThanAFileNameFits(t *testing.T) {
 	if _, err := p.Prepare(t.Context(), newClaim("more", results[3])); cause.Of(err) != cause.Held ||
 		!strings.Contains(err.Error(), "default/large") {
 		t.Error(err)
+	}
+}
+
+// Metrics show the Pod. A claim that no Pod owns may get other Pods while it stays prepared.
+func TestRecordNamesThePodThatOwnsTheClaim(t *testing.T) {
+	w := newWorld(t)
+	p := w.plugin(t)
+	owned := newClaim("owned", allocated("a", gpu0))
+	owned.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Pod", Name: "worker-0", Controller: ptr.To(true)}}
+	mustPrepare(t, p, owned)
+	mustPrepare(t, p, newClaim("free", allocated("a", gpu1)))
+	claims, err := p.ListPrepared()
+	if err != nil || len(claims) != 2 || claims[0].Pod != "" || claims[1].Pod != "worker-0" {
+		t.Errorf("%v, %+v", err, claims)
 	}
 }
 

@@ -3,6 +3,7 @@ package publish
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/client-go/kubernetes"
@@ -63,6 +64,9 @@ type Publisher struct {
 	builder *builder
 	// rebuild says that the slices must be built again, because a policy has changed or a claim ended.
 	rebuild chan struct{}
+	// slices has the slices to publish now, with their taints. It is nil while this instance does not
+	// publish. The slices are never modified.
+	slices atomic.Pointer[[]resourceslice.Slice]
 	// lastFeatures is the result of the last successful probe.
 	lastFeatures *Features
 }
@@ -102,6 +106,15 @@ func (p *Publisher) MIGModeUnneeded() []device.GPU { return p.builder.layouts.MI
 // and compute units.
 func (p *Publisher) OffersFractions() bool { return p.builder.offersFractions.Load() }
 
+// Slices returns the node's slices with their taints. ok is false if this plugin instance does not
+// publish slices. The caller must not modify them.
+func (p *Publisher) Slices() (_ []resourceslice.Slice, ok bool) {
+	if s := p.slices.Load(); s != nil {
+		return *s, true
+	}
+	return nil, false
+}
+
 // Run publishes slices until the context ends. While the node is not ready, Run only updates the
 // taints of slices that were published before.
 func (p *Publisher) Run(ctx context.Context) error {
@@ -117,6 +130,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 		p.builder.layouts.Reset() // another plugin instance may have published since
 		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.opts.NodeName)
 		err = p.publish(leading)
+		p.slices.Store(nil)
 		p.setLeader(false)
 		p.opts.Leader.Release(ctx)
 		if err != nil {

@@ -214,6 +214,7 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 		if err != nil || sharedErr != nil {
 			// The claims are unknown, so nothing is withdrawn, and claims may be allocated all devices.
 			b.marked, b.withdrawn, b.unlistedSince = false, nil, time.Time{}
+			b.slices.Store(&o.slices)
 			return o.slices
 		}
 		Allocations{exclusive, shared}.addTo(m.claimed)
@@ -237,6 +238,7 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 		}
 	}
 	b.marked, b.withdrawn = settled, m.withdrawn
+	b.slices.Store(&wanted)
 	b.opts.Metrics.Tainted(count)
 	return wanted
 }

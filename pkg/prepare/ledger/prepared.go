@@ -48,6 +48,35 @@ func (l *Ledger) PreparedDevices(claim types.UID) ([]PreparedDevice, error) {
 	if !found || r.State != checkpoint.Prepared {
 		return nil, nil
 	}
+	return l.devices(r)
+}
+
+// PreparedClaim is the record of a prepared claim, and the claim's devices.
+type PreparedClaim struct {
+	checkpoint.Record
+	Prepared []PreparedDevice
+}
+
+// ListPrepared lists the prepared claims with their devices. It leaves out claims with unreadable
+// records, and reads no hardware.
+func (l *Ledger) ListPrepared() ([]PreparedClaim, error) {
+	records, err := l.records.Readable()
+	if err != nil {
+		return nil, cause.Wrap(cause.Record, err)
+	}
+	var claims []PreparedClaim
+	for _, r := range records {
+		if r.State != checkpoint.Prepared {
+			continue
+		}
+		if devices, err := l.devices(r); err == nil {
+			claims = append(claims, PreparedClaim{r, devices})
+		}
+	}
+	return claims, nil
+}
+
+func (l *Ledger) devices(r checkpoint.Record) ([]PreparedDevice, error) {
 	list, err := steps.Decode(r.Steps)
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
