@@ -45,6 +45,8 @@ type Config struct {
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
 	ClaimStatus     bool
+
+	RequireValidation bool
 	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
 	// same node: ConflictRefuse or ConflictWarn.
 	DevicePluginConflict string
@@ -176,6 +178,9 @@ func (c *Config) Fields() []Field {
 		"how long a prepared claim must be missing from the API server (deleted, replaced, or without its devices) before "+
 			"the plugin releases its devices, for example 5m. It keeps devices that containers use. It looks up prepared "+
 			"claims once in that time. 0 means never")
+	boolean(&c.RequireValidation, "require-validation",
+		"whether a GPU that comes, or comes back after a reset, has the taint gpu.nvidia.com/unvalidated until an admin's check "+
+			"removes it with an annotation of the Node")
 	boolean(&c.ClaimStatus, "claim-status",
 		"whether to write into a claim's status.devices what each device is (UUIDs, profile, place, condition Ready), "+
 			"for monitoring; if false, the plugin does not need the rights for it")

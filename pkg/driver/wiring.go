@@ -147,7 +147,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	publisher := publish.New(publish.Options{
 		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: policies, Shares: shares, Effects: effects,
-		Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
+		RequireValidation: cfg.RequireValidation, Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
 	parts.Metrics.ReadOccupancy(occupancy.Source{NodeName: cfg.NodeName, Node: node, Publisher: publisher, Claims: claims}.Read)
 	daemons := &daemonReports{

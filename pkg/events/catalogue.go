@@ -103,6 +103,9 @@ var (
 		"Delete the Deployment with the command in the Event")
 	GPUsLimited = normal("GPUsLimited", onNode, "GPUs are not offered as [their policy](mig.md#administration) promises",
 		"As the Event says for each GPU")
+	ValidationNotEnforced = warning("ValidationNotEnforced", onNode, "the chart's value `requireValidation` is on, but the cluster has "+
+		"no device taints. GPUs are offered before their [check](health.md#checking-gpus-before-use)",
+		"Enable the feature gate `DRADeviceTaints`, or switch the value off")
 	PolicyIgnored = warning("PolicyIgnored", onNode, "the rules in the annotation `gpu.nvidia.com/mig-policy` cannot be parsed or "+
 		"watched. The previous rules stay in force", "Correct the annotation")
 	SharesNotOffered = warning("SharesNotOffered", onNode, "the cluster lacks a feature that shares need",

@@ -37,6 +37,11 @@ type card struct {
 	Uncorrected *uint64 `json:"uncorrected,omitempty"`
 	Energy      *uint64 `json:"energyMillijoules,omitempty"`
 
+	// Arrived is when the monitor first saw this card in this boot, or last noticed a reset of it.
+	// Validated is the time in the Node's annotation that says that the card passed a check.
+	Arrived   time.Time `json:"arrived,omitzero"`
+	Validated time.Time `json:"validated,omitzero"`
+
 	// OtherDriver is true while another kernel driver, such as vfio-pci, is bound to the card, so that
 	// NVML cannot query it.
 	OtherDriver bool `json:"away,omitempty"`

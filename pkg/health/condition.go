@@ -56,6 +56,8 @@ func (m *Monitor) endByReset(c *card, at time.Time, why string) {
 		level := f.Ends == EndsByLevel && f.Code != lostCode && f.Code != unknownCode
 		return (f.Ends == EndsByReset || level) && !f.Last.After(at) || f.Code == fabricCode
 	}, why)
+	c.Arrived = m.now
+	m.version++
 	c.fabricMissingSince = time.Time{} // the fabric may take its full time again
 	if _, asks := recoveryMeaning(c.Recovery); asks && c.find(recoveryCode(c.Recovery)) == nil {
 		c.Recovery = device.RecoveryUnknown

@@ -26,6 +26,7 @@ func TestHealthFileIsReadAndWrittenAsInVersion01(t *testing.T) {
 		w.sendXID(79)
 		w.advance(time.Minute)
 		w.sendXIDOn(64, 19, 1, 1)
+		w.Validate(map[string]time.Time{uuid: w.now.Truncate(time.Second)})
 		if err := s.Save(w.Monitor); err != nil {
 			t.Fatal(err)
 		}

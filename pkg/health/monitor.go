@@ -29,6 +29,8 @@ type Monitor struct {
 	driver string
 	// lastClear is the text of the last clear request of an admin that the monitor carried out.
 	lastClear string
+	// checks has the checks of Validate. It is nil before the first call.
+	checks map[string]time.Time
 	// silentSince is when the watcher process stopped, and silenceReason says why. Both are zero while
 	// the watcher process runs.
 	silentSince   time.Time
@@ -130,7 +132,7 @@ func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 		if len(m.cards) >= maxCards {
 			return nil
 		}
-		c = &card{Card: id, lastHeard: now}
+		c = &card{Card: id, lastHeard: now, Arrived: now}
 		m.cards[id.PCIAddress] = c
 		delete(m.forgotten, id.PCIAddress)
 		m.version++
@@ -138,6 +140,7 @@ func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 	if c.Card.UUID == "" {
 		c.Card.UUID = id.UUID
 	}
+	m.validate(c)
 	return c
 }
 

@@ -123,6 +123,9 @@ func (m *Monitor) merge(saved savedState, now time.Time) {
 			c.Recovery, c.ResetRequested = old.Recovery, old.ResetRequested || isReset(old.Recovery)
 		}
 		c.OtherDriver = c.OtherDriver || old.OtherDriver && before.IsZero()
+		if before.IsZero() && !old.Arrived.IsZero() && !old.Arrived.After(now) {
+			c.Arrived, c.Validated = old.Arrived, old.Validated
+		}
 		if c.Uncorrected == nil && c.Energy == nil {
 			c.Uncorrected, c.Energy = old.Uncorrected, old.Energy
 		}

@@ -28,6 +28,10 @@ type Options struct {
 	Shares   device.ShareRules
 	// Effects are the configured taint effects by health state.
 	Effects health.Effects
+	// RequireValidation taints a GPU that comes, or comes back after a reset, until a check has
+	// passed.
+	RequireValidation bool
+
 	Node    Node
 	Health  Health
 	Claims  Ownership

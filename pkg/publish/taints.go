@@ -14,6 +14,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
@@ -32,7 +33,9 @@ type marker struct {
 	withdrawn deviceNames
 	// conditions has the node's readiness conditions at the time now.
 	conditions []nodeview.Condition
-	now        time.Time
+	// requireValidation is whether a GPU that passed no check gets a taint.
+	requireValidation bool
+	now               time.Time
 }
 
 // mark returns the slices with taints. On a cluster without device taints, it removes devices whose
@@ -82,7 +85,22 @@ func (m marker) verdict(name string) health.Verdict {
 const (
 	taintPrefix   = device.DriverName + "/"
 	notReadyTaint = taintPrefix + "not-ready"
+	// unvalidatedTaint keeps new claims away from a GPU until an admin's check has passed.
+	unvalidatedTaint = taintPrefix + "unvalidated"
 )
+
+// unvalidated returns the taint of a GPU that passed no check since it arrived or was reset.
+func (m marker) unvalidated(g device.GPU) []resourceapi.DeviceTaint {
+	since, unvalidated := m.view.Unvalidated(g)
+	if !m.requireValidation || !unvalidated {
+		return nil
+	}
+	t := resourceapi.DeviceTaint{Key: unvalidatedTaint, Effect: resourceapi.DeviceTaintEffectNoSchedule}
+	if !since.IsZero() {
+		t.TimeAdded = stamp(since)
+	}
+	return []resourceapi.DeviceTaint{t}
+}
 
 // notReady returns the taint for a device that the node would refuse to prepare, or nil. pending is
 // true if the condition is not due yet. A taint of an earlier plugin instance is returned unchanged
@@ -112,15 +130,18 @@ func typeAttribute(d resourceapi.Device) string {
 	return ptr.Deref(d.Attributes["type"].StringValue, "")
 }
 
-// allTaints returns all taints of the device d: those of its health verdict v, and notReady unless
-// it is nil. If no scan has found the GPU of d, d keeps the health taints of an earlier plugin
+// allTaints returns all taints of the device d: those of its health verdict v, that of an
+// unvalidated GPU, and notReady unless it is nil. If no scan has found the GPU of d, d keeps the health taints of an earlier plugin
 // instance. For Kubernetes 1.34 only the most severe taints are returned.
 func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
 	if !m.features.DeviceTaints {
 		return nil
 	}
 	taints := m.healthTaints(v)
-	if n, ok := device.ParseName(d.Name); !ok || m.gpus[n.GPU].PCIAddress == "" {
+	n, ok := device.ParseName(d.Name)
+	if found := ok && m.gpus[n.GPU].PCIAddress != ""; found {
+		taints = append(taints, m.unvalidated(m.gpus[n.GPU])...)
+	} else {
 		taints = slices.DeleteFunc(slices.Clone(d.Taints), func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
 	}
 	if notReady != nil {
@@ -203,11 +224,18 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	o := b.offer
 	m := marker{
 		view: b.opts.Health.View(), effects: b.opts.Effects, features: o.features, gpus: map[string]device.GPU{},
-		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions, now: time.Now(),
+		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions,
+		requireValidation: b.opts.RequireValidation, now: time.Now(),
 	}
 	for _, g := range o.snapshot.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
 	}
+	unenforced := ""
+	if m.requireValidation && !o.features.DeviceTaints {
+		unenforced = "the cluster has no device taints, so GPUs are offered before their check (requireValidation): enable the " +
+			"feature gate DRADeviceTaints"
+	}
+	b.opts.Events.EventOnChange(events.ValidationNotEnforced, unenforced, unenforced)
 	if !o.features.DeviceTaints {
 		exclusive, err := b.opts.Claims.ExclusiveDevices()
 		shared, sharedErr := b.opts.Claims.SharedDevices()

@@ -134,6 +134,44 @@ func TestMarkTaints(t *testing.T) {
 	}
 }
 
+func TestUnvalidatedGPUsAreTainted(t *testing.T) {
+	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+	s := readyWith("0000:1b:00.0", "0000:43:00.0")
+	taintsOf := func(f Features, required bool, monitor *health.Monitor) map[string]string {
+		m, slices := newMarker(t, f, s, monitor.View(), "")
+		m.requireValidation = required
+		marked, _, _ := m.mark(slices)
+		taints := map[string]string{}
+		for _, slice := range marked {
+			for _, d := range slice.Devices {
+				for _, taint := range d.Taints {
+					taints[d.Name] += taint.Key + ":" + string(taint.Effect)
+				}
+			}
+		}
+		return taints
+	}
+	const want = "gpu.nvidia.com/unvalidated:NoSchedule"
+	all := Features{DeviceTaints: true, InformingTaints: true}
+	m := newMonitor(t, at, s)
+	if got := taintsOf(all, true, m); got[firstGPU] != want || got[secondGPU] != want {
+		t.Errorf("without a check: %v", got)
+	}
+	if got := taintsOf(all, true, health.New(nil, at)); got[firstGPU] != want {
+		t.Errorf("a GPU that the health monitor does not know yet: %v", got)
+	}
+	if got := taintsOf(all, false, m); len(got) > 0 {
+		t.Errorf("the setting is off: %v", got)
+	}
+	if got := taintsOf(Features{}, true, m); len(got) > 0 {
+		t.Errorf("without device taints: %v", got)
+	}
+	m.Validate(map[string]time.Time{s.Node.GPUs[0].UUID: at})
+	if got := taintsOf(all, true, m); got[firstGPU] != "" || got[secondGPU] != want {
+		t.Errorf("after a check of the first GPU: %v", got)
+	}
+}
+
 // viewWithCondition returns the health view after the first GPU of the snapshot s has reported the
 // XIDs at the time at, and the hardware condition c half a minute later.
 func viewWithCondition(t *testing.T, at time.Time, s inventory.Snapshot, xids []uint64, c device.Condition) *health.View {

@@ -460,3 +460,14 @@ type labels map[string]string
 func (l labels) Has(key string) bool              { _, ok := l[key]; return ok }
 func (l labels) Get(key string) string            { return l[key] }
 func (l labels) Lookup(key string) (string, bool) { v, ok := l[key]; return v, ok }
+
+func TestRequireValidationReachesPlugin(t *testing.T) {
+	for value, want := range map[string]string{"false": "requireValidation: false", "true": "requireValidation: true"} {
+		if _, text := render(t, "--set", "requireValidation="+value); !strings.Contains(text, want) {
+			t.Errorf("requireValidation=%s does not render %s", value, want)
+		}
+	}
+	if _, text := render(t); !strings.Contains(text, "requireValidation: false") {
+		t.Error("validation is not off by default")
+	}
+}

@@ -34,6 +34,7 @@ func TestHealth(t *testing.T) {
 	t.Parallel() // from here on nothing is measured
 	t.Run("the driver is upgraded while the plugin stays", w.testDriverUpgrade)
 	t.Run("a Pod without toleration is evicted and gets another GPU", w.testEvicted)
+	t.Run("a GPU is tainted until a check passed, and again after its reset", w.testUnvalidated)
 }
 
 // taints returns the taints of a node's devices as KEY=VALUE:EFFECT, by device name.

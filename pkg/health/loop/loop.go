@@ -92,7 +92,7 @@ type Loop struct {
 
 	signals       chan device.Signal
 	leader        chan bool // whether this instance is the leader
-	clearRequests chan string
+	adminRequests chan adminRequests
 	view          atomic.Pointer[health.View]
 	lastTick      atomic.Int64 // in Unix nanoseconds
 
@@ -120,7 +120,7 @@ func New(ctx context.Context, o Options) *Loop {
 	l := &Loop{
 		opts:    o,
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
-		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), clearRequests: make(chan string, 1),
+		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), adminRequests: make(chan adminRequests, 1),
 		changed: make(chan struct{}),
 	}
 	if o.Watch == nil {
@@ -163,9 +163,35 @@ func (l *Loop) Stale(now time.Time) bool {
 // SetLeader tells the loop whether this plugin instance is the leader.
 func (l *Loop) SetLeader(is bool) { replaceLatest(l.leader, is) }
 
-// Observe carries out the admin's clear request that the Node has as an annotation.
+// adminRequests are what the Node's annotations say about its GPUs.
+type adminRequests struct {
+	clear  string
+	checks map[string]time.Time
+}
+
+// Observe carries out what admins request in annotations of the Node.
 func (l *Loop) Observe(node *corev1.Node) {
-	replaceLatest(l.clearRequests, node.Annotations[clearAnnotation])
+	replaceLatest(l.adminRequests, adminRequests{node.Annotations[clearAnnotation], checksOf(node.Annotations, time.Now())})
+}
+
+// validatedPrefix begins the names of the Node's annotations that say when a check began which a
+// GPU passed. The GPU's UUID follows.
+const validatedPrefix = device.DriverName + "/validated-"
+
+// checksOf returns the checks that GPUs passed, by UUID. It skips a time that is not RFC 3339, or
+// that is in the future, because such a check would outlive the next reset.
+func checksOf(annotations map[string]string, now time.Time) map[string]time.Time {
+	checks := map[string]time.Time{}
+	for name, value := range annotations {
+		uuid, ok := strings.CutPrefix(name, validatedPrefix)
+		if !ok {
+			continue
+		}
+		if at, err := time.Parse(time.RFC3339, value); err == nil && !at.After(now) {
+			checks[uuid] = at
+		}
+	}
+	return checks
 }
 
 // replaceLatest sends v to the channel, which has room for one value. It drops a value that the
@@ -200,8 +226,9 @@ func (l *Loop) Run(ctx context.Context) {
 			l.apply(s)
 		case l.isLeader = <-l.leader:
 			l.load(ctx) // the previous leader's last findings
-		case request := <-l.clearRequests:
-			l.clear(ctx, request)
+		case requests := <-l.adminRequests:
+			l.clear(ctx, requests.clear)
+			l.monitor.Validate(requests.checks)
 		case now := <-tick.C:
 			l.tick(ctx, now)
 		case <-pause:

@@ -11,6 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
@@ -230,6 +232,31 @@ func TestGrowingCountersAreSavedOnceAMinute(t *testing.T) {
 		}
 		if saves < 3 || saves > 5 {
 			t.Errorf("%d saves in three minutes", saves)
+		}
+	})
+}
+
+func TestNodeAnnotationValidatesGPU(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		gpu := readyWith("0000:1b:00.0").Node.GPUs[0].GPU
+		annotate := func(value string) {
+			node := &corev1.Node{}
+			node.Annotations = map[string]string{"gpu.nvidia.com/validated-" + gpu.UUID: value}
+			l.Observe(node)
+			advance(time.Second)
+		}
+		for value, want := range map[string]bool{
+			"": true, "yes": true,
+			time.Now().Add(time.Hour).Format(time.RFC3339): true, // would outlive a reset
+		} {
+			annotate(value)
+			if _, is := l.View().Unvalidated(gpu); is != want {
+				t.Errorf("with the annotation %q the GPU is unvalidated: %v", value, is)
+			}
+		}
+		annotate(time.Now().UTC().Format(time.RFC3339))
+		if _, is := l.View().Unvalidated(gpu); is {
+			t.Error("the check has no effect")
 		}
 	})
 }

@@ -327,6 +327,7 @@ xidRules: {{ . | quote }}
 releaseLabels: {{ . | quote }}
 {{- end }}
 devicePluginConflict: {{ .Values.devicePluginConflict | quote }}
+requireValidation: {{ .Values.requireValidation }}
 claimStatus: {{ .Values.claimStatus.enabled }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
