@@ -39,7 +39,7 @@ func TestAdminAccessKeepsNoUnhealthyDevice(t *testing.T) {
 		u := newPublishingNode(t, fakeapi.New(), s)
 		u.publisher.opts.Claims = recordsOnDisk{u.records, ledger.New(records, "boot", u.inv)}
 		u.health.view = viewWithXIDs(t, time.Now(), s, 79)
-		marked := (&publication{Publisher: u.publisher, offer: offer{slices: all, snapshot: s}}).mark(t.Context())
+		marked := (&publication{Publisher: u.publisher, offer: offer{slices: all, snapshot: s}}).firstMark(t.Context())
 		var names []string
 		for _, d := range marked[0].Devices {
 			names = append(names, d.Name)

@@ -56,10 +56,13 @@ type publication struct {
 	// marked is false if the taints must be computed again soon.
 	marked bool
 	// withdrawn has the devices that a cluster without device taints does not get because of their
-	// health, and that no claim had according to a list. Before nextList the claims are not listed
-	// again for others. unlistedSince is when the first list began that failed, if all later ones have
-	// failed too. It is zero after a successful list and while none is needed.
+	// health, and that no claim had according to a list. listing has the result of the running list,
+	// and list the last one until the next mark. Before nextList the claims are not listed again.
+	// unlistedSince is when the first list began that failed, if all later ones have failed too. It is
+	// zero after a successful list and while none is needed.
 	withdrawn     deviceNames
+	listing       chan claimList
+	list          *claimList
 	nextList      time.Time
 	unlistedSince time.Time
 	rollout       *rollout.Rollout
@@ -103,7 +106,7 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 		return nil, err
 	}
 	var wanted, first []resourceslice.Slice
-	wanted = b.mark(ctx)
+	wanted = b.firstMark(ctx)
 	b.rollout, first = p.newRollout(ctx, wanted)
 	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: device.DriverName,
@@ -221,6 +224,8 @@ func (b *publication) loop(ctx context.Context) {
 			if !b.take(ctx, result) {
 				continue
 			}
+		case l := <-b.listing:
+			b.takeList(ctx, l)
 		case <-markDue:
 			markDue = nil
 		case <-buildDue:

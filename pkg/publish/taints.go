@@ -131,8 +131,8 @@ func typeAttribute(d resourceapi.Device) string {
 }
 
 // allTaints returns all taints of the device d: those of its health verdict v, that of an
-// unvalidated GPU, and notReady unless it is nil. If no scan has found the GPU of d, d keeps the health taints of an earlier plugin
-// instance. For Kubernetes 1.34 only the most severe taints are returned.
+// unvalidated GPU, and notReady unless it is nil. If no scan has found the GPU of d, d keeps those
+// of an earlier plugin instance. For Kubernetes 1.34 only the most severe taints are returned.
 func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
 	if !m.features.DeviceTaints {
 		return nil
@@ -254,15 +254,15 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	} else {
 		// A claim may have been allocated one of these devices and not be prepared yet. A claim that is
 		// allocated one between the list and the write of the slices does not keep it in the slices.
-		listed := b.addAllocated(ctx, m.claimed)
-		if !listed && !b.overdue() {
-			maps.Copy(m.claimed, leaving)
+		unlisted := b.addAllocated(ctx, leaving, m.claimed)
+		if !b.overdue() {
+			maps.Copy(m.claimed, unlisted)
 		}
 		clear(m.withdrawn)
 		wanted, count, settled = m.mark(o.slices)
-		if !listed {
+		if len(unlisted) > 0 {
 			settled = false
-			m.withdrawn = m.withdrawn.without(leaving) // so that the next call asks for a list again
+			m.withdrawn = m.withdrawn.without(unlisted) // so that the next call asks for a list again
 		}
 	}
 	b.marked, b.withdrawn = settled, m.withdrawn
@@ -271,27 +271,62 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	return wanted
 }
 
-// addAllocated adds all allocated devices to names. It returns false if the list of claims fails,
-// or was read a short time ago.
-func (b *publication) addAllocated(ctx context.Context, names deviceNames) (ok bool) {
-	if time.Now().Before(b.nextList) {
-		return false
+// claimList is a list of the claims' devices that began because the devices in leaving should
+// leave the slices. It says nothing about others, which claims may have been allocated since.
+type claimList struct {
+	leaving   deviceNames
+	began     time.Time
+	allocated Allocations
+	err       error
+}
+
+// firstMark is mark for the first slices of a leader, which wait for a list of the claims.
+// Otherwise they would have unhealthy devices that the previous leader has withdrawn.
+func (b *publication) firstMark(ctx context.Context) []resourceslice.Slice {
+	wanted := b.mark(ctx)
+	if b.listing == nil {
+		return wanted
 	}
-	defer func() { b.nextList = time.Now().Add(settleIntervalMax) }() // a pause even after a slow list
-	began := time.Now()
-	ctx, cancel := context.WithTimeout(ctx, clusterTimeout)
-	defer cancel()
-	allocated, err := b.cluster.Allocations(ctx)
-	if err != nil {
-		if b.unlistedSince.IsZero() {
-			b.unlistedSince = began
-		}
-		b.reportError(ctx, err, "Failed to list allocated devices before unhealthy ones are withdrawn; retrying")
-		return false
+	b.takeList(ctx, <-b.listing)
+	return b.mark(ctx)
+}
+
+// addAllocated adds all allocated devices to names if a list of the claims has ended. It returns
+// those of the leaving devices that need another list, which it starts in the background.
+func (b *publication) addAllocated(ctx context.Context, leaving, names deviceNames) (unlisted deviceNames) {
+	unlisted = leaving
+	if b.list != nil {
+		b.list.allocated.addTo(names)
+		unlisted = leaving.without(b.list.leaving)
+		b.list = nil
 	}
-	b.unlistedSince = time.Time{}
-	allocated.addTo(names)
-	return true
+	if len(unlisted) > 0 && b.listing == nil && !time.Now().Before(b.nextList) {
+		listing := make(chan claimList, 1)
+		b.listing = listing
+		b.background.Go(func() {
+			l := claimList{leaving: unlisted, began: time.Now()}
+			ctx, cancel := context.WithTimeout(ctx, clusterTimeout)
+			defer cancel()
+			l.allocated, l.err = b.cluster.Allocations(ctx)
+			listing <- l
+		})
+	}
+	return unlisted
+}
+
+// takeList stores a list for the next mark. The next list waits, even after a slow one.
+func (b *publication) takeList(ctx context.Context, l claimList) {
+	b.listing, b.nextList = nil, time.Now().Add(settleIntervalMax)
+	if l.err == nil {
+		b.list, b.unlistedSince = &l, time.Time{}
+		return
+	}
+	if b.unlistedSince.IsZero() {
+		b.unlistedSince = l.began
+	}
+	if ctx.Err() == nil {
+		b.reportError(ctx, l.err, "Failed to list allocated devices before unhealthy ones are withdrawn; retrying")
+	}
 }
 
 // unlistedMax is how long failed lists of the claims keep a device published that should leave. A

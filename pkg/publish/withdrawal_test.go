@@ -88,6 +88,50 @@ func TestSlowListWithdrawsUnhealthyDevice(t *testing.T) {
 	})
 }
 
+func TestSlowListDelaysNothingElse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		u, slow := startWithSlowCluster(t, clusterTimeout-time.Second)
+		defer u.stop()
+		u.setXIDs(t, 79)
+		advance(time.Second)
+		if slow.lists.Load() == 0 {
+			t.Fatal("no list of the claims")
+		}
+		const thirdGPU = "gpu-0000-52-00-0"
+		u.setInventory(readyWith("0000:1b:00.0", "0000:43:00.0", "0000:52:00.0"))
+		advance(5 * time.Second)
+		if got := fakeapi.Devices(t, u.client); !slices.Equal(got, []string{firstGPU, secondGPU, thirdGPU}) {
+			t.Errorf("published %v while the claims are listed, want the new GPU too", got)
+		}
+		advance(clusterTimeout)
+		if got := fakeapi.Devices(t, u.client); !slices.Equal(got, []string{secondGPU, thirdGPU}) {
+			t.Errorf("published %v after the list", got)
+		}
+	})
+}
+
+// A list does not say which claims were allocated a device after it began.
+func TestListCountsOnlyForDevicesThatHadToLeaveBefore(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		u, _ := startWithSlowCluster(t, clusterTimeout-time.Second)
+		defer u.stop()
+		u.setXIDs(t, 79)
+		advance(time.Second)
+		m := newMonitor(t, time.Now(), u.inv.Snapshot(), 79)
+		second := u.inv.Snapshot().Node.GPUs[1].Card()
+		m.Apply(device.Signal{Event: &device.HealthEvent{Card: second, Kind: device.EventXID, XID: 79, At: time.Now()}}, time.Now())
+		u.health.set(m.View())
+		advance(clusterTimeout)
+		if got := fakeapi.Devices(t, u.client); !slices.Equal(got, []string{secondGPU}) {
+			t.Errorf("published %v after a list from before the second GPU's fault", got)
+		}
+		advance(clusterTimeout + settleIntervalMax)
+		if got := fakeapi.Devices(t, u.client); len(got) > 0 {
+			t.Errorf("published %v after two lists", got)
+		}
+	})
+}
+
 func TestFailingListWithdrawsUnhealthyDeviceInTheEnd(t *testing.T) {
 	for name, takes := range map[string]time.Duration{"error": 0, "timeout": 2 * clusterTimeout} {
 		t.Run(name, func(t *testing.T) {
