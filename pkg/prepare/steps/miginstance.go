@@ -16,7 +16,14 @@ const MIGInstanceKind = "mig-instance"
 
 // MIGInstance is the step that creates a GPU instance at a placement, and in it one compute
 // instance of full size. The record has the intent before each call to the hardware and the result
-// after it. So after a crash it is always known who created an instance.
+// after it. So after a crash it is always known who created an instance:
+//
+//   - Before the first call the record lists the instances that exist. As long as it has no ID, an
+//     instance is the claim's only if it is not in that list, is empty, and has the planned profile
+//     and placement.
+//   - After the first call the record has the instance's ID. Then ID, profile and placement decide
+//     ([SameInstance]).
+//   - The last write of the record, as Prepared, adds the UUID.
 type MIGInstance struct {
 	change
 	// Device is the name of the allocated partition.
