@@ -17,8 +17,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // These names make the CDI kinds k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim, and their
@@ -53,23 +51,16 @@ type Store struct {
 	mu sync.Mutex // guards the files too, so that Watch never sees a half-done change of this Store
 	// known is each file as this Store last wrote it, or as it read it when another plugin instance
 	// wrote it. Watch compares it with the disk to detect changes by other programs.
-	known map[string]specFile
+	known map[string][]byte
 	// damaged are the files that another program removed or changed, until they are written again.
 	damaged map[string]bool
 	// repaired are the damaged files that were written again, until Watch reports them.
 	repaired []string
 }
 
-// specFile is the content of a file, and its stamp at the last check, by which an unchanged file is
-// recognized. After a write the stamp is zero, so that the next check reads the file.
-type specFile struct {
-	data  []byte
-	stamp durable.Stamp
-}
-
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, ofBase: temporary + rand.Text(), known: map[string]specFile{}, damaged: map[string]bool{}}
+	return &Store{root: root, ofBase: temporary + rand.Text(), known: map[string][]byte{}, damaged: map[string]bool{}}
 }
 
 // ClaimDeviceName returns the name of a claim's device within the claim's spec: <claim
@@ -219,7 +210,7 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
-	s.known[name] = specFile{data: data}
+	s.known[name] = data
 	if s.damaged[name] && differs {
 		s.repaired = append(s.repaired, name)
 	}

@@ -24,6 +24,9 @@
 // The package is pure: it reads no file, calls no library and keeps no state. The same GPUs always
 // give the same bytes. A partition created for a claim does not change the published devices.
 //
+// [Signal] is a struct and no sealed interface: the watcher process sends it as JSON, which needs a
+// field for each kind anyway.
+//
 // Device names are stable. They come from the PCI address, with its full domain, and from the
 // placement on the card. They never use an index, which shifts when a card falls off the bus, or
 // the ID of a MIG instance, which changes when the instance is created again. [Name] is a parsed

@@ -1,8 +1,6 @@
 package durable
 
 import (
-	"time"
-
 	"golang.org/x/sys/unix"
 )
 
@@ -21,13 +19,4 @@ func StampOf(path string) Stamp {
 		return Stamp{}
 	}
 	return Stamp{s.Dev, s.Ino, s.Size, s.Ctim}
-}
-
-// recent is longer than the kernel's step between two file times.
-const recent = 2 * time.Second
-
-// Settled reports whether every later change of the file will change its stamp. File times have
-// steps of some milliseconds, so a second change within the same step leaves the stamp equal.
-func (s Stamp) Settled(now time.Time) bool {
-	return s != Stamp{} && now.Sub(time.Unix(s.changed.Unix())) >= recent
 }

@@ -17,25 +17,22 @@ const (
 	// and further events wait in NVML.
 	queueLimit = 1024
 	// batchInterval is the pause after sending the waiting signals. So a burst of equal events
-	// becomes one event with a count, and the poll results of all cards, which arrive at about the
-	// same time, are sent together.
+	// becomes one event with a count.
 	batchInterval = 50 * time.Millisecond
 )
 
-// eventQueue sends signals in order of arrival. An event is sent at once, together with all signals
-// before it. Equal events that wait at the same time are merged into one with a count. The queue
-// never drops an event.
+// eventQueue sends signals in order of arrival, with a pause after each batch. Equal events that
+// wait at the same time are merged into one with a count. The queue never drops an event.
 type eventQueue struct {
 	mu      sync.Mutex
 	waiting []*device.Signal
 	events  map[eventKey]*device.HealthEvent
 	added   chan struct{} // a signal waits
-	urgent  chan struct{} // an event waits
 	room    chan struct{} // closed when there is room again, nil while there is room
 }
 
 func newEventQueue() *eventQueue {
-	return &eventQueue{events: map[eventKey]*device.HealthEvent{}, added: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
+	return &eventQueue{events: map[eventKey]*device.HealthEvent{}, added: make(chan struct{}, 1)}
 }
 
 // eventKey identifies what an event says. Events with equal keys can be merged.
@@ -101,7 +98,6 @@ func (q *eventQueue) put(s device.Signal) (full <-chan struct{}) {
 		e.Count = max(e.Count, 1)
 		s.Event = &e
 		q.events[keyOf(e)] = &e
-		signalTo(q.urgent)
 	}
 	q.waiting = append(q.waiting, &s)
 	signalTo(q.added)
@@ -128,15 +124,8 @@ func (q *eventQueue) send(ctx context.Context, out io.Writer) error {
 	var sent time.Time
 	for {
 		select {
-		case <-q.urgent:
-			nvmlx.Sleep(ctx, time.Until(sent.Add(batchInterval)))
 		case <-q.added:
-			select {
-			case <-q.urgent:
-				nvmlx.Sleep(ctx, time.Until(sent.Add(batchInterval)))
-			case <-time.After(batchInterval):
-			case <-ctx.Done():
-			}
+			nvmlx.Sleep(ctx, time.Until(sent.Add(batchInterval)))
 		case <-ctx.Done():
 		}
 		ended := ctx.Err() != nil
