@@ -169,7 +169,7 @@ func (d *Driver) visible() []Device {
 	all := d.capabilityOpens(1) || d.capabilityOpens(2)
 	for i := range d.state.GPUCount() {
 		g := d.state.GPU(i)
-		there := atomic.LoadUint32(&g.Present) != 0 && atomic.LoadUint32(&g.Lost) == 0
+		there := atomic.LoadUint32(&g.Present) != 0 && atomic.LoadUint32(&g.Lost) == 0 && g.Attached()
 		if !there || !d.opens("nvidia"+strconv.Itoa(int(g.Minor)), syscall.O_RDWR) {
 			continue
 		}

@@ -163,7 +163,9 @@ type view struct {
 }
 
 type gpuView struct {
-	present                 bool
+	// present means that the card is in its slot, attached that NVIDIA's driver has it.
+	present, attached       bool
+	minor                   uint32
 	capabilities            []capabilityView
 	uuid, product           string
 	pciDevice, pciSubsystem uint32
@@ -173,14 +175,16 @@ func look(f *state.File) view {
 	h := f.Header()
 	v := view{loaded: h.DriverLoaded != 0, version: state.Text(h.DriverVersion[:])}
 	for i := range f.GPUCount() {
-		m := f.Model(int(f.GPU(i).Model))
-		v.gpus = append(v.gpus, gpuView{
-			present: f.GPU(
-				i,
-			).Present != 0, uuid: state.Text(f.GPU(i).UUID[:]), product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID,
-			pciSubsystem: m.PCISubsystemID,
-			capabilities: capabilitiesOf(f.GPU(i)),
-		})
+		g := f.GPU(i)
+		m := f.Model(int(g.Model))
+		gpu := gpuView{
+			present: g.Present != 0, attached: g.Present != 0 && g.Attached(), minor: g.Minor, uuid: state.Text(g.UUID[:]),
+			product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
+		}
+		if gpu.attached {
+			gpu.capabilities = capabilitiesOf(g)
+		}
+		v.gpus = append(v.gpus, gpu)
 	}
 	return v
 }

@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
 // Major and minor numbers of the driver's character devices. The major majorNVIDIA is registered
@@ -25,7 +28,7 @@ const (
 
 // majors are the dynamic major numbers of the driver's character devices.
 type majors struct {
-	uvm, caps, imex, nvswitch uint32
+	uvm, caps, imex, nvswitch, vfio, vfioDevice uint32
 }
 
 type deviceNode struct {
@@ -59,7 +62,7 @@ func kernelCharDevices() (map[uint32]string, error) {
 	return used, lines.Err()
 }
 
-// chooseMajors chooses four unused dynamic majors. It counts majors named nvidia* as unused: on a
+// chooseMajors chooses six unused dynamic majors. It counts majors named nvidia* as unused: on a
 // simulated node /proc/devices may already show the majors that an earlier call chose.
 func chooseMajors() (majors, error) {
 	used, err := kernelCharDevices()
@@ -72,15 +75,15 @@ func chooseMajors() (majors, error) {
 		}
 	}
 	var free []uint32
-	for major := uint32(511); major >= 384 && len(free) < 4; major-- {
+	for major := uint32(511); major >= 384 && len(free) < 6; major-- {
 		if _, taken := used[major]; !taken {
 			free = append(free, major)
 		}
 	}
-	if len(free) < 4 {
-		return majors{}, errors.New("fewer than four free device majors between 384 and 511")
+	if len(free) < 6 {
+		return majors{}, errors.New("fewer than six free device majors between 384 and 511")
 	}
-	return majors{uvm: free[0], caps: free[1], imex: free[2], nvswitch: free[3]}, nil
+	return majors{uvm: free[0], caps: free[1], imex: free[2], nvswitch: free[3], vfio: free[4], vfioDevice: free[5]}, nil
 }
 
 func (c *Config) nodes(v view) ([]deviceNode, error) {
@@ -106,7 +109,9 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 		if !v.gpus[i].present {
 			continue
 		}
-		nodes = append(nodes, deviceNode{name: fmt.Sprintf("nvidia%d", *card.Minor), major: majorNVIDIA, minor: *card.Minor, mode: 0o666})
+		for _, minor := range minorsOf(card, v.gpus[i]) {
+			nodes = append(nodes, deviceNode{name: fmt.Sprintf("nvidia%d", minor), major: majorNVIDIA, minor: minor, mode: 0o666})
+		}
 		for _, capability := range v.gpus[i].capabilities {
 			nodes = append(nodes, deviceNode{
 				name: fmt.Sprintf("nvidia-caps/nvidia-cap%d", capability.minor), major: m.caps, minor: capability.minor, mode: 0o444,
@@ -117,6 +122,19 @@ func (c *Config) nodes(v view) ([]deviceNode, error) {
 	// The control device node comes last: while it is missing, the library reports that no driver is
 	// loaded, so that no process sees only some of the GPUs.
 	return append(nodes, deviceNode{name: controlDevice, major: majorNVIDIA, minor: minorCtl, mode: 0o666}), nil
+}
+
+// minorsOf returns the minors of the GPU's device nodes: the one that it has, and the one that it
+// had at boot. Nothing removes the node of a card that another driver has now.
+func minorsOf(card model.Card, gpu gpuView) []uint32 {
+	var minors []uint32
+	if !card.StartsAway() {
+		minors = append(minors, *card.Minor)
+	}
+	if gpu.attached && !slices.Contains(minors, gpu.minor) {
+		minors = append(minors, gpu.minor)
+	}
+	return minors
 }
 
 // applyDevices creates the expected device nodes and removes other device nodes that have one of
@@ -174,8 +192,8 @@ func (c *Config) knownNames(folder string) []string {
 	for _, path := range capabilities {
 		names = append(names, filepath.Join("nvidia-caps", filepath.Base(path)))
 	}
-	for _, card := range c.Node.GPUs {
-		names = append(names, fmt.Sprintf("nvidia%d", *card.Minor))
+	for i, card := range c.Node.GPUs {
+		names = append(names, fmt.Sprintf("nvidia%d", *card.Minor), fmt.Sprintf("nvidia%d", i))
 	}
 	return names
 }

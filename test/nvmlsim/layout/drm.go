@@ -40,7 +40,7 @@ func (c *Config) drmDevices(index int) []drmDevice {
 func (c *Config) applyDRM(v view) error {
 	folder := filepath.Join(c.Dev, "dri")
 	for i, card := range c.Node.GPUs {
-		wanted := !c.NoDevices && v.loaded && v.gpus[i].present
+		wanted := !c.NoDevices && v.loaded && v.gpus[i].attached
 		for _, d := range c.drmDevices(i) {
 			node := filepath.Join(folder, d.name)
 			byPath := filepath.Join(folder, "by-path", fmt.Sprintf("pci-%s-%s", card.PCI, d.kind))

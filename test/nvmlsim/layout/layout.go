@@ -43,6 +43,9 @@ func Up(o Options) (*Config, error) {
 	if err := os.MkdirAll(root, 0o755); err != nil {
 		return nil, fmt.Errorf("make layout root: %w", err)
 	}
+	if err := c.endPassthrough(); err != nil {
+		return nil, err
+	}
 	if err := keepSources(root, o.Sources); err != nil {
 		return nil, err
 	}
@@ -85,7 +88,7 @@ func openState(root string, c *Config, o Options) (*state.File, error) {
 			_ = f.Close()
 			return nil, fmt.Errorf("%s is the state of node %q: add --fresh to replace that node", path, was)
 		}
-		if err := f.Load(o.DriverVersion, o.CUDAVersion, true); err != nil {
+		if err := errors.Join(f.Boot(c.Node), f.Load(o.DriverVersion, o.CUDAVersion, true)); err != nil {
 			_ = f.Close()
 			return nil, err
 		}
@@ -122,6 +125,7 @@ func (c *Config) apply(v view) error {
 		{"driver root", c.applyDriverRoot},
 		{"proc tree", c.applyProc},
 		{"sysfs tree", c.applySys},
+		{"kernel modules", c.applyModules},
 		{"device nodes", c.applyDevices},
 		{"mounts", c.applyMounts},
 	}
@@ -131,6 +135,15 @@ func (c *Config) apply(v view) error {
 		}
 	}
 	return nil
+}
+
+// ApplyBinding updates the files that depend on which GPUs NVIDIA's driver has: those in /proc and
+// the device nodes.
+func (c *Config) ApplyBinding(f *state.File) error {
+	return f.WithCapabilities(func() error {
+		v := look(f)
+		return errors.Join(c.applyProc(v), c.applyDevices(v), c.applyDRM(v))
+	})
 }
 
 // Down removes the files of a simulated node, including the state file.
@@ -151,8 +164,11 @@ func Down(root string) error {
 	if err := c.applyDevices(view{}); err != nil {
 		return err
 	}
+	if err := c.endPassthrough(); err != nil {
+		return err
+	}
 	var failed []error
-	for _, name := range []string{"driver", "proc", "sys", "files", "bin", StateFile, "layout.yaml"} {
+	for _, name := range []string{"driver", "proc", "sys", "lib", "files", "bin", "sysfs.log", StateFile, "layout.yaml"} {
 		failed = append(failed, os.RemoveAll(filepath.Join(root, name)))
 	}
 	// A root that still holds other files stays, and that is not an error.

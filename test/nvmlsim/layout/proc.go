@@ -5,8 +5,6 @@ import (
 	"os"
 	"sort"
 	"strings"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
 
 // The driver numbers its MIG capabilities with one counter: two for MIG as a whole, then 15 GPU
@@ -69,9 +67,9 @@ func (c *Config) drawProcDriver(t tree, v view) {
 	read("nvidia-caps/nvlink-minors", "fabric-mgmt 0\n")
 	read("nvidia-caps/sys-minors", fmt.Sprintf("fabric-imex-mgmt %d\n", capIMEX))
 	for i, card := range c.Node.GPUs {
-		if v.gpus[i].present {
-			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card, v.gpus[i].uuid, v.gpus[i].product, v.version))
-			mig := fmt.Sprintf("nvidia/capabilities/gpu%d/mig", *card.Minor)
+		if v.gpus[i].attached {
+			read("nvidia/gpus/"+card.PCI+"/information", gpuInformation(card.PCI, v.gpus[i], v.version))
+			mig := fmt.Sprintf("nvidia/capabilities/gpu%d/mig", v.gpus[i].minor)
 			t.folder(mig)
 			for _, c := range v.gpus[i].capabilities {
 				read(mig+"/"+c.name+"/access", capability(int(c.minor), 0o444))
@@ -152,10 +150,10 @@ func migMinors() string {
 
 // gpuInformation returns the text of a GPU's information file, with the same separators as the real
 // driver (kernel-open/nvidia/nv-procfs.c).
-func gpuInformation(card model.Card, uuid, product, version string) string {
+func gpuInformation(address string, gpu gpuView, version string) string {
 	return fmt.Sprintf("Model: \t\t %s\nIRQ:   \t\t %d\nGPU UUID: \t %s\nVideo BIOS: \t %s\nBus Type: \t PCIe\nDMA Size: \t 52 bits\n"+
 		"DMA Mask: \t 0xfffffffffffff\nBus Location: \t %s\nDevice Minor: \t %d\nGPU Firmware: \t %s\nGPU Excluded:\t No\n",
-		product, 100+*card.Minor, uuid, "??.??.??.??.??", card.PCI, *card.Minor, version)
+		gpu.product, 100+gpu.minor, gpu.uuid, "??.??.??.??.??", address, gpu.minor, version)
 }
 
 const procParams = `ModifyDeviceFiles: 1

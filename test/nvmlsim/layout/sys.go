@@ -3,24 +3,35 @@ package layout
 import (
 	"encoding/binary"
 	"fmt"
+	"os"
 	"path"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
-// pciFunction is a PCI device function with the values that sysfs shows for it.
-type pciFunction struct {
-	address            string
+// Function is a PCI device function with the values that sysfs shows for it.
+type Function struct {
+	Address string
+	// GPU is the function's number in the state file, or -1.
+	GPU int
+	// Driver is the kernel driver of a function without a driver_override at boot.
+	Driver string
+	// IOMMUGroup is nil if the function has none.
+	IOMMUGroup *uint32
+	// ResetMethod is the content of reset_method, or empty.
+	ResetMethod string
+
 	root               string
 	bridges            []string
 	numaNode           int32
-	vendor, device     uint16
+	Vendor, Device     uint16
 	subVendor, subType uint16
-	class              uint32
-	driver             string
-	iommuGroup         *uint32
+	Class              uint32
 	drm                []drmDevice
+	// totalVFs and vfs are the SR-IOV virtual functions. totalVFs 0 means no such capability.
+	totalVFs, vfs uint32
 }
 
 // classGPU is the PCI class of data-centre GPUs, "3D controller". classBridge is the class of a
@@ -30,9 +41,15 @@ const (
 	classBridge = 0x060400
 )
 
+// SysPath returns the folder of the node's sysfs tree.
+func (c *Config) SysPath() string { return c.path("sys") }
+
 // applySys creates the sysfs files. Unlike /proc/driver, the kernel shows them even while no driver
-// is loaded.
+// is loaded. The sysfs of a node with passthrough is a file system of its own.
 func (c *Config) applySys(v view) error {
+	if c.Node.Passthrough {
+		return os.MkdirAll(c.SysPath(), 0o755)
+	}
 	t := tree{}
 	for _, folder := range []string{"bus/pci/devices", "bus/pci/drivers", "kernel/iommu_groups"} {
 		t.folder(folder)
@@ -42,108 +59,167 @@ func (c *Config) applySys(v view) error {
 		return err
 	}
 	for _, function := range functions {
+		if strings.HasPrefix(function.Driver, "nvidia") && !v.loaded {
+			function.Driver = ""
+		}
 		if err := function.draw(t); err != nil {
 			return err
 		}
 	}
-	return t.apply(c.path("sys"))
+	return t.apply(c.SysPath())
 }
 
-func (c *Config) functions(v view) ([]pciFunction, error) {
-	var functions []pciFunction
+// AllFunctions returns the functions of the node, bridges first, including cards that are out of
+// their slots.
+func (c *Config) AllFunctions(f *state.File) ([]Function, error) {
+	v := look(f)
+	v.loaded = true
+	for i := range v.gpus {
+		v.gpus[i].present = true
+	}
+	return c.functions(v)
+}
+
+func (c *Config) functions(v view) ([]Function, error) {
+	var functions []Function
 	for i, card := range c.Node.GPUs {
 		gpu := v.gpus[i]
 		if !gpu.present {
 			continue
 		}
-		f := pciFunction{
-			address: card.PCI, root: card.PCIRoot, bridges: card.Bridges, numaNode: card.NUMANode, class: classGPU,
-			vendor: uint16(gpu.pciDevice), device: uint16(gpu.pciDevice >> 16),
-			subVendor: uint16(gpu.pciSubsystem), subType: uint16(gpu.pciSubsystem >> 16), iommuGroup: card.IOMMUGroup,
+		f := Function{
+			Address: card.PCI, GPU: i, root: card.PCIRoot, bridges: card.Bridges, numaNode: card.NUMANode, Class: classGPU,
+			Vendor: uint16(gpu.pciDevice), Device: uint16(gpu.pciDevice >> 16),
+			subVendor: uint16(gpu.pciSubsystem), subType: uint16(gpu.pciSubsystem >> 16), IOMMUGroup: card.IOMMUGroup,
+			Driver: card.Driver, totalVFs: card.TotalVFs, vfs: card.VFs,
+		}
+		if f.Driver == "" {
+			f.Driver = model.DriverNVIDIA
 		}
 		if v.loaded {
-			f.driver = "nvidia"
 			f.drm = c.drmDevices(i)
 		}
+		f.setReset(card.ResetMethod)
 		functions = append(functions, f)
 	}
 	for _, other := range c.Node.Others {
-		f := pciFunction{address: other.PCI, root: other.PCIRoot, bridges: other.Bridges, numaNode: other.NUMANode, driver: other.Driver}
+		f := Function{
+			Address: other.PCI, GPU: -1, root: other.PCIRoot, bridges: other.Bridges, numaNode: other.NUMANode, Driver: other.Driver,
+			IOMMUGroup: other.IOMMUGroup,
+		}
+		f.setReset(other.ResetMethod)
 		if err := f.setIDs(other); err != nil {
 			return nil, err
 		}
-		if strings.HasPrefix(f.driver, "nvidia") && !v.loaded {
-			f.driver = ""
-		}
 		functions = append(functions, f)
 	}
-	return functions, nil
+	return append(c.bridges(functions), functions...), nil
 }
 
-func (f *pciFunction) setIDs(from model.PCIDevice) error {
+func (f *Function) setReset(method string) {
+	if method != model.NoReset {
+		f.ResetMethod = method
+	}
+}
+
+// bridges returns the bridges above the functions.
+func (c *Config) bridges(functions []Function) []Function {
+	var bridges []Function
+	known := map[string]bool{}
+	for _, f := range functions {
+		for i, address := range f.bridges {
+			if known[address] {
+				continue
+			}
+			known[address] = true
+			b := Function{
+				Address: address, GPU: -1, root: f.root, bridges: f.bridges[:i], numaNode: f.numaNode, Vendor: 0x8086, Device: 0x352a,
+				Class: classBridge, Driver: "pcieport",
+			}
+			if f.GPU >= 0 && c.Node.GPUs[f.GPU].BridgeInGroup && i == len(f.bridges)-1 {
+				b.IOMMUGroup = f.IOMMUGroup
+			}
+			bridges = append(bridges, b)
+		}
+	}
+	return bridges
+}
+
+func (f *Function) setIDs(from model.PCIDevice) error {
 	for _, field := range []struct {
 		text, format string
 		to           any
-	}{{from.Vendor, "0x%04x", &f.vendor}, {from.Device, "0x%04x", &f.device}, {from.Class, "0x%06x", &f.class}} {
+	}{{from.Vendor, "0x%04x", &f.Vendor}, {from.Device, "0x%04x", &f.Device}, {from.Class, "0x%06x", &f.Class}} {
 		if n, err := fmt.Sscanf(field.text, "0x%x", field.to); n != 1 || err != nil {
 			return fmt.Errorf("PCI device %s: %q is no number such as "+field.format, from.PCI, field.text, 0x10de)
 		}
 	}
-	f.subVendor, f.subType = f.vendor, f.device
+	f.subVendor, f.subType = f.Vendor, f.Device
 	return nil
 }
 
-// folder returns the device's path below sys/devices: the root complex, the bridges, then the
-// device.
-func (f pciFunction) folder() string {
-	return path.Join(append(append([]string{"devices", f.root}, f.bridges...), f.address)...)
+// Folder returns the function's path below /sys: the root complex, the bridges, then the function.
+func (f Function) Folder() string {
+	return path.Join(append(append([]string{"devices", f.root}, f.bridges...), f.Address)...)
 }
 
-func (f pciFunction) draw(t tree) error {
-	above := path.Join("devices", f.root)
-	for _, bridge := range f.bridges {
-		above = path.Join(above, bridge)
-		b := pciFunction{address: bridge, numaNode: f.numaNode, vendor: 0x8086, device: 0x352a, class: classBridge, driver: "pcieport"}
-		if err := b.drawAt(t, above); err != nil {
-			return err
-		}
-	}
-	return f.drawAt(t, f.folder())
-}
-
-func (f pciFunction) drawAt(t tree, folder string) error {
+// Attributes returns the function's files that never change. Those of driver, driver_override and
+// VFIO are missing.
+func (f Function) Attributes() map[string]string {
 	files := map[string]string{
-		"vendor":           fmt.Sprintf("0x%04x\n", f.vendor),
-		"device":           fmt.Sprintf("0x%04x\n", f.device),
+		"vendor":           fmt.Sprintf("0x%04x\n", f.Vendor),
+		"device":           fmt.Sprintf("0x%04x\n", f.Device),
 		"subsystem_vendor": fmt.Sprintf("0x%04x\n", f.subVendor),
 		"subsystem_device": fmt.Sprintf("0x%04x\n", f.subType),
-		"class":            fmt.Sprintf("0x%06x\n", f.class),
+		"class":            fmt.Sprintf("0x%06x\n", f.Class),
 		"numa_node":        fmt.Sprintf("%d\n", f.numaNode),
-		"driver_override":  "(null)\n",
 		"enable":           "1\n",
-		"modalias": fmt.Sprintf("pci:v%08Xd%08Xsv%08Xsd%08Xbc%02Xsc%02Xi%02X\n", f.vendor, f.device, f.subVendor, f.subType,
-			f.class>>16, f.class>>8&0xff, f.class&0xff),
+		"modalias": fmt.Sprintf("pci:v%08Xd%08Xsv%08Xsd%08Xbc%02Xsc%02Xi%02X\n", f.Vendor, f.Device, f.subVendor, f.subType,
+			f.Class>>16, f.Class>>8&0xff, f.Class&0xff),
 		"config":   f.configSpace(),
 		"resource": strings.Repeat("0x0000000000000000 0x0000000000000000 0x0000000000000000\n", 13),
 	}
-	for name, content := range files {
+	if f.ResetMethod != "" {
+		files["reset_method"] = f.ResetMethod + "\n"
+	}
+	if f.totalVFs > 0 {
+		files["sriov_totalvfs"] = fmt.Sprintf("%d\n", f.totalVFs)
+		files["sriov_numvfs"] = fmt.Sprintf("%d\n", f.vfs)
+	}
+	return files
+}
+
+// DRM returns the files of a GPU's DRM devices, which exist while NVIDIA's driver has the GPU.
+func (f Function) DRM() map[string]string {
+	files := map[string]string{}
+	for _, d := range f.drm {
+		files[path.Join("drm", d.name, "dev")] = fmt.Sprintf("%d:%d\n", majorDRM, d.minor)
+	}
+	return files
+}
+
+// draw adds the function as plain files. A write to them has no effect.
+func (f Function) draw(t tree) error {
+	folder := f.Folder()
+	for name, content := range f.Attributes() {
 		t.file(path.Join(folder, name), content, 0o644)
 	}
-	links := map[string]string{path.Join("bus/pci/devices", f.address): folder}
-	if f.driver != "" {
-		driver := path.Join("bus/pci/drivers", f.driver)
+	t.file(path.Join(folder, "driver_override"), "(null)\n", 0o644)
+	links := map[string]string{path.Join("bus/pci/devices", f.Address): folder}
+	if f.Driver != "" {
+		driver := path.Join("bus/pci/drivers", f.Driver)
 		t.file(path.Join(driver, "bind"), "", 0o200)
 		t.file(path.Join(driver, "unbind"), "", 0o200)
 		links[path.Join(folder, "driver")] = driver
-		links[path.Join(driver, f.address)] = folder
+		links[path.Join(driver, f.Address)] = folder
 	}
-	for _, d := range f.drm {
-		t.file(path.Join(folder, "drm", d.name, "dev"), fmt.Sprintf("%d:%d\n", majorDRM, d.minor), 0o444)
+	for name, number := range f.DRM() {
+		t.file(path.Join(folder, name), number, 0o444)
 	}
-	if f.iommuGroup != nil {
-		group := fmt.Sprintf("kernel/iommu_groups/%d", *f.iommuGroup)
+	if f.IOMMUGroup != nil {
+		group := fmt.Sprintf("kernel/iommu_groups/%d", *f.IOMMUGroup)
 		links[path.Join(folder, "iommu_group")] = group
-		links[path.Join(group, "devices", f.address)] = folder
+		links[path.Join(group, "devices", f.Address)] = folder
 	}
 	for at, to := range links {
 		if err := t.symlink(at, to); err != nil {
@@ -155,11 +231,11 @@ func (f pciFunction) drawAt(t tree, folder string) error {
 
 // configSpace returns the start of the device's PCI configuration space: IDs and class are set, and
 // all other bytes are zero.
-func (f pciFunction) configSpace() string {
+func (f Function) configSpace() string {
 	space := make([]byte, 256)
-	binary.LittleEndian.PutUint16(space[0x00:], f.vendor)
-	binary.LittleEndian.PutUint16(space[0x02:], f.device)
-	binary.LittleEndian.PutUint32(space[0x08:], f.class<<8)
+	binary.LittleEndian.PutUint16(space[0x00:], f.Vendor)
+	binary.LittleEndian.PutUint16(space[0x02:], f.Device)
+	binary.LittleEndian.PutUint32(space[0x08:], f.Class<<8)
 	binary.LittleEndian.PutUint16(space[0x2c:], f.subVendor)
 	binary.LittleEndian.PutUint16(space[0x2e:], f.subType)
 	return string(space)

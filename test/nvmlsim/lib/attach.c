@@ -297,36 +297,43 @@ static bool detached(unsigned int number)
            !held_elsewhere(NVMLSIM_LOCK_OPEN + number, 1);
 }
 
-static void open_now(unsigned int number)
+static bool open_now(unsigned int number)
 {
     uint8_t bit = (uint8_t)(1u << number % 8);
     if (__atomic_fetch_or(&view.open[number / 8], bit, __ATOMIC_ACQ_REL) & bit)
-        return;
+        return true;
     bool writing = sim_write_begin() == NVML_SUCCESS; /* a process with a read-only state cannot reset the GPU */
-    if (writing)
-        forget_if_closed(number);
-    hold(NVMLSIM_LOCK_OPEN + number, sim_gpu_descriptor, sim_gpu_at(number)->minor);
+    /* The binding changes under the write lock. So an unbind sees this process, or the reverse. */
+    bool bound = sim_gpu_bound(sim_gpu_at(number));
+    if (bound) {
+        if (writing)
+            forget_if_closed(number);
+        hold(NVMLSIM_LOCK_OPEN + number, sim_gpu_descriptor, sim_gpu_at(number)->minor);
+    } else {
+        __atomic_fetch_and(&view.open[number / 8], (uint8_t)~bit, __ATOMIC_ACQ_REL);
+    }
     if (writing)
         sim_write_end();
+    return bound;
 }
 
-static bool opened(unsigned int number) { return LOAD(view.open[number / 8]) >> number % 8 & 1; }
+bool sim_gpu_opened(unsigned int number) { return LOAD(view.open[number / 8]) >> number % 8 & 1; }
 
-void sim_open_gpu(unsigned int number)
+nvmlReturn_t sim_open_gpu(unsigned int number)
 {
-    if (number / 8 >= sizeof view.open || opened(number))
-        return;
-    if (!detached(number)) {
-        open_now(number);
-        return;
-    }
+    if (number / 8 >= sizeof view.open || sim_gpu_opened(number))
+        return NVML_SUCCESS;
+    if (!detached(number))
+        return open_now(number) ? NVML_SUCCESS : NVML_ERROR_GPU_IS_LOST;
     int lock = sim_lock_open(NVMLSIM_LOCK_CUT, false);
-    if (!opened(number)) {
+    bool open = sim_gpu_opened(number);
+    if (!open) {
         if (detached(number)) /* another process may have attached the GPU during the wait for the lock */
             sim_wait_ms(LOAD(view.state->attach_cost_ms));
-        open_now(number);
+        open = open_now(number);
     }
     sim_lock_close(lock);
+    return open ? NVML_SUCCESS : NVML_ERROR_GPU_IS_LOST;
 }
 
 nvmlReturn_t sim_write_begin(void)

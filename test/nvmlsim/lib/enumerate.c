@@ -24,7 +24,9 @@ static nvmlReturn_t give_handle(const char *function, unsigned int number, nvmlD
     result = sim_gpu_answer(number);
     if (result != NVML_SUCCESS)
         return result;
-    sim_open_gpu(number);
+    result = sim_open_gpu(number);
+    if (result != NVML_SUCCESS)
+        return result;
     *device = sim_gpu_handle(number);
     return NVML_SUCCESS;
 }

@@ -153,8 +153,7 @@ static nvmlReturn_t meet(const char *function, nvmlReturn_t found, const struct 
     result = sim_gpu_answer(target->number);
     if (result != NVML_SUCCESS)
         return result;
-    sim_open_gpu(target->number); /* the handle may be older than the last nvmlShutdown, which closed the GPU */
-    return NVML_SUCCESS;
+    return sim_open_gpu(target->number); /* the handle may be older than the last nvmlShutdown, which closed the GPU */
 }
 
 nvmlReturn_t sim_enter_device(const char *function, nvmlDevice_t device, struct sim_target *target)

@@ -26,7 +26,7 @@ static void find_visible(void)
     unsigned int count = 0;
     for (unsigned int i = 0; i < state->gpu_count && count < MAX_VISIBLE; i++) {
         const struct nvmlsim_gpu *gpu = sim_gpu_at(i);
-        if (!LOAD(gpu->present) || !sim_gpu_device_opens(gpu->minor))
+        if (!LOAD(gpu->present) || !sim_gpu_bound(gpu) || !sim_gpu_device_opens(gpu->minor))
             continue;
         epochs[count] = LOAD(gpu->epoch);
         visible[count++] = (uint16_t)i;
@@ -46,10 +46,19 @@ int sim_index_of(unsigned int number)
     return -1;
 }
 
+bool sim_gpu_bound(const struct nvmlsim_gpu *gpu)
+{
+    uint64_t binding = LOAD(gpu->binding);
+    return binding == NVMLSIM_BOUND || binding == NVMLSIM_BOUND_OVERRIDDEN;
+}
+
 bool sim_gpu_lost(unsigned int number)
 {
     const struct nvmlsim_gpu *gpu = sim_gpu_at(number);
     int index = sim_index_of(number);
+    /* The driver lets go of a GPU when no process has it open. Until then it serves them. */
+    if (!sim_gpu_bound(gpu) && !sim_gpu_opened(number))
+        return true;
     return LOAD(gpu->lost) || (index >= 0 && LOAD(gpu->epoch) != epochs[index]);
 }
 

@@ -53,9 +53,11 @@ nvmlReturn_t sim_hold_driver(void);
 void sim_release_driver(void);
 /*
  * Opens the GPU for this process until its last nvmlShutdown. Waits for the attach cost if the GPU
- * is closed.
+ * is closed. Returns GPU_IS_LOST if the driver lets go of the GPU at this moment.
  */
-void sim_open_gpu(unsigned int number);
+nvmlReturn_t sim_open_gpu(unsigned int number);
+/* Returns whether this process has the GPU open. */
+bool sim_gpu_opened(unsigned int number);
 /* Returns whether another process has the GPU open. */
 bool sim_opened_elsewhere(unsigned int number);
 /*
@@ -118,6 +120,8 @@ unsigned int sim_visible_count(void);
 /* Returns the number in the state file of the GPU with this NVML index, or -1. */
 int sim_visible_gpu(unsigned int index);
 int sim_index_of(unsigned int number);
+/* Returns whether NVIDIA's kernel driver has the GPU. */
+bool sim_gpu_bound(const struct nvmlsim_gpu *gpu);
 /*
  * Returns whether the GPU that this process found is off the bus, even if another GPU is now in its
  * slot.

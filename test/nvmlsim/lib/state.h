@@ -40,7 +40,7 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 6u
+#define NVMLSIM_LAYOUT 7u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
@@ -136,6 +136,19 @@ struct nvmlsim_header {
     uint32_t lost_answer;           /* enum nvmlsim_lost: what `lose` makes a GPU answer */
     uint32_t gsp_timeout_ms;        /* how long a call on a silent GPU takes */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
+    uint32_t persistenced;     /* 1: a daemon keeps every GPU with persistence mode open */
+    uint32_t vfio_loaded;      /* 1: the kernel has the module vfio_pci */
+};
+
+/*
+ * Which kernel driver a GPU is bound to. The simulated sysfs changes it. The last two say which
+ * GPUs the next load of NVIDIA's driver leaves alone.
+ */
+enum nvmlsim_binding {
+    NVMLSIM_BOUND = 0,            /* to NVIDIA's driver */
+    NVMLSIM_UNBOUND = 1,          /* to none */
+    NVMLSIM_AWAY = 2,             /* to another driver, or its driver_override names another one */
+    NVMLSIM_BOUND_OVERRIDDEN = 3, /* to NVIDIA's driver, but its driver_override names another one */
 };
 
 /*
@@ -249,6 +262,7 @@ struct nvmlsim_gpu {
     char uuid[48];
     char serial[32];
     uint64_t no_memory_info; /* 1: NVML returns NOT_SUPPORTED for the memory size */
+    uint64_t binding;        /* enum nvmlsim_binding */
 };
 
 struct nvmlsim_event {
@@ -261,7 +275,8 @@ struct nvmlsim_event {
     uint32_t reserved;
 };
 
-enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2, NVMLSIM_FAULT_KILL = 3 };
+/* IGNORE is for writes to the simulated sysfs only. */
+enum nvmlsim_fault_kind { NVMLSIM_FAULT_SLOW = 1, NVMLSIM_FAULT_FAIL = 2, NVMLSIM_FAULT_KILL = 3, NVMLSIM_FAULT_IGNORE = 4 };
 
 struct nvmlsim_fault {
     uint64_t serial; /* unique number of the fault, or 0 if the entry is free; stored last */

@@ -63,6 +63,13 @@ type Node struct {
 	// AttachCost is how long the driver takes to open a closed GPU; it opens GPUs one after another.
 	// If AttachCost is set, GPUs start without persistence mode.
 	AttachCost metav1.Duration `json:"attachCost,omitzero"`
+	// Passthrough gives the node a sysfs that behaves: see package sysfs. VFIO describes the kernel's
+	// part of it.
+	Passthrough bool `json:"passthrough,omitempty"`
+	VFIO        VFIO `json:"vfio,omitzero"`
+	// Persistenced says that nvidia-persistenced runs. It keeps every GPU with persistence mode open,
+	// so that the kernel driver cannot let go of it.
+	Persistenced bool `json:"persistenced,omitempty"`
 }
 
 // The values of ConfidentialComputing that switch it on.
@@ -106,6 +113,16 @@ type Card struct {
 	// NoMemoryInfo says that NVML reports no memory sizes for this GPU, even if the GPU's model file
 	// has memory sizes.
 	NoMemoryInfo bool `json:"noMemoryInfo,omitempty"`
+	// Driver is the kernel driver that the GPU has at boot: nvidia (the default) or vfio-pci. It
+	// needs Passthrough, as do the next fields.
+	Driver string `json:"driver,omitempty"`
+	// ResetMethod is the content of reset_method, or none. The default is "flr bus".
+	ResetMethod string `json:"resetMethod,omitempty"`
+	// TotalVFs and VFs are the SR-IOV virtual functions that the GPU can have and has.
+	TotalVFs uint32 `json:"totalVFs,omitempty"`
+	VFs      uint32 `json:"vfs,omitempty"`
+	// BridgeInGroup puts the nearest bridge into the GPU's IOMMU group.
+	BridgeInGroup bool `json:"bridgeInGroup,omitempty"`
 }
 
 // CardMIG is a GPU's MIG mode and the MIG instances that an administrator created.
@@ -144,6 +161,9 @@ type PCIDevice struct {
 	Device   string   `json:"device"`
 	Class    string   `json:"class"`
 	Driver   string   `json:"driver,omitempty"`
+	// IOMMUGroup and ResetMethod are those of Card.
+	IOMMUGroup  *uint32 `json:"iommuGroup,omitempty"`
+	ResetMethod string  `json:"resetMethod,omitempty"`
 }
 
 // PCIAddress is the parsed PCI address of a device function.
@@ -177,8 +197,9 @@ func (a PCIAddress) less(b PCIAddress) bool {
 }
 
 // ReadNode reads a node file. It sorts the GPUs by PCI address, which is the order of NVML's
-// indexes, and fills in each GPU's missing minor, UUID and module.
-func ReadNode(path, seed string) (*Node, error) {
+// indexes, and fills in each GPU's missing minor, UUID and module. Each edit changes what the file
+// says.
+func ReadNode(path, seed string, edits ...func(*Node) error) (*Node, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
 		return nil, fmt.Errorf("read node file: %w", err)
@@ -189,6 +210,11 @@ func ReadNode(path, seed string) (*Node, error) {
 	}
 	if node.Name == "" {
 		node.Name = strings.TrimSuffix(filepath.Base(path), ".yaml")
+	}
+	for _, edit := range edits {
+		if err := edit(node); err != nil {
+			return nil, fmt.Errorf("node file %s: %w", path, err)
+		}
 	}
 	if err := node.complete(seed); err != nil {
 		return nil, fmt.Errorf("node file %s: %w", path, err)
@@ -231,17 +257,11 @@ func (n *Node) complete(seed string) error {
 	}
 	sort.Slice(n.GPUs, func(i, j int) bool { return addresses[n.GPUs[i].PCI].less(addresses[n.GPUs[j].PCI]) })
 
-	minors := map[uint32]string{}
+	if err := n.giveMinors(); err != nil {
+		return err
+	}
 	for i := range n.GPUs {
 		card := &n.GPUs[i]
-		if card.Minor == nil {
-			minor := uint32(i)
-			card.Minor = &minor
-		}
-		if other, twice := minors[*card.Minor]; twice {
-			return fmt.Errorf("minor %d belongs to the GPUs at %s and %s", *card.Minor, other, card.PCI)
-		}
-		minors[*card.Minor] = card.PCI
 		if card.Module == nil {
 			module := uint32(i + 1)
 			card.Module = &module
@@ -258,6 +278,29 @@ func (n *Node) complete(seed string) error {
 		if _, err := card.Fabric.Cluster(); err != nil {
 			return fmt.Errorf("GPU at %s: %w", card.PCI, err)
 		}
+	}
+	return n.completePassthrough()
+}
+
+// giveMinors gives a minor to every GPU whose node file names none. A GPU that another driver has
+// at boot uses up none.
+func (n *Node) giveMinors() error {
+	minors := map[uint32]string{}
+	next := uint32(0)
+	for i := range n.GPUs {
+		card := &n.GPUs[i]
+		if card.Minor == nil {
+			minor := next
+			card.Minor = &minor
+		}
+		if card.StartsAway() {
+			continue
+		}
+		next++
+		if other, twice := minors[*card.Minor]; twice {
+			return fmt.Errorf("minor %d belongs to the GPUs at %s and %s", *card.Minor, other, card.PCI)
+		}
+		minors[*card.Minor] = card.PCI
 	}
 	return nil
 }

@@ -113,6 +113,9 @@ func (f *File) ClearFaults() error {
 func (f *File) Unload(force bool) error {
 	return f.idle(force, func() error {
 		atomic.StoreUint32(&f.Header().DriverLoaded, 0)
+		for i := range f.GPUCount() {
+			f.GPU(i).bind(f.GPU(i).LoadBinding().afterUnload())
+		}
 		f.wake()
 		return nil
 	})
@@ -134,7 +137,12 @@ func (f *File) Load(version, cuda string, force bool) error {
 		for i := range f.GPUCount() {
 			g := f.GPU(i)
 			atomic.StoreUint32(&g.Present, flag(g.Lost == 0))
+			if g.LoadBinding().afterUnload() == Away { // another driver keeps it
+				g.bind(Away)
+				continue
+			}
 			f.anew(i)
+			g.bind(Bound)
 		}
 		atomic.AddUint32(&h.DriverEpoch, 1)
 		atomic.StoreUint32(&h.DriverLoaded, 1)

@@ -170,6 +170,7 @@ func compileCard(card model.Card, modelIndex uint32, to *GPU) error {
 		Model: modelIndex, Minor: *card.Minor, PCIDomain: address.Domain, PCIBus: address.Bus, PCIDevice: address.Device,
 		NUMANode: card.NUMANode, PCIRoot: pathNumber(card.PCIRoot), PCISwitch: pathNumber(card.Bridges...), ModuleID: *card.Module, Present: 1,
 	}
+	to.bind(bindingAtBoot(card))
 	if card.NoMemoryInfo {
 		to.NoMemoryInfo = 1
 	}

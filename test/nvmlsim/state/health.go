@@ -171,6 +171,10 @@ func (f *File) Plug(gpu int, uuid string) error {
 			atomic.StoreUint64(&g.ECCDoubleAggregate, 0)
 		}
 		f.anew(gpu)
+		g.bind(Bound)
+		if atomic.LoadUint32(&f.Header().DriverLoaded) == 0 {
+			g.bind(Unbound)
+		}
 		atomic.AddUint32(&g.Epoch, 1)
 		atomic.StoreUint32(&g.Lost, 0)
 		atomic.StoreUint32(&g.Present, 1)

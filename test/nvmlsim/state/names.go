@@ -78,7 +78,43 @@ func ErrorName(value uint32) string { return name(nvmlErrors, value) }
 func RecoveryName(value uint32) string { return name(recoveryActions, value) }
 
 // beyond lists the operations outside NVML for which faults can be injected.
-var beyond = []string{"setTimeSlice", "getTimeSlice", "mpsControlStart", "mpsControlCommand", "mpsServerStart", "cudaAttach"}
+var beyond = append([]string{
+	"setTimeSlice", "getTimeSlice", "mpsControlStart", "mpsControlCommand", "mpsServerStart", "cudaAttach",
+}, sysfsWrites...)
+
+// The writes to the simulated sysfs. A fault for one function's writes has its address in its name:
+// sysfsUnbind@0000:1b:00.0.
+const (
+	SysfsOverride = "sysfsOverride"
+	SysfsBind     = "sysfsBind"
+	SysfsUnbind   = "sysfsUnbind"
+	SysfsProbe    = "sysfsProbe"
+	SysfsNewID    = "sysfsNewID"
+	SysfsRemoveID = "sysfsRemoveID"
+	SysfsReset    = "sysfsReset"
+)
+
+var sysfsWrites = []string{SysfsOverride, SysfsBind, SysfsUnbind, SysfsProbe, SysfsNewID, SysfsRemoveID, SysfsReset}
+
+// SysfsWrite returns the name of the write to sysfs that a fault's function names, and the address
+// after an @, which may be missing. known is false for any other function.
+func SysfsWrite(function string) (name, address string, known bool) {
+	name, address, _ = strings.Cut(function, "@")
+	return name, address, slices.Contains(sysfsWrites, name)
+}
+
+// sysfsErrors maps the names of the errors that a write to sysfs can have to their numbers.
+var sysfsErrors = map[string]uint32{
+	"EPERM": 1, "EIO": 5, "ENOMEM": 12, "EACCES": 13, "EBUSY": 16, "ENODEV": 19, "EINVAL": 22, "ENOSPC": 28, "EROFS": 30, "ETIMEDOUT": 110,
+}
+
+// ParseSysfsError converts an error's name, such as EIO, to its number.
+func ParseSysfsError(text string) (uint32, error) {
+	if value, ok := sysfsErrors[text]; ok {
+		return value, nil
+	}
+	return 0, fmt.Errorf("%q is none of %s", text, names(sysfsErrors))
+}
 
 // Beyond returns the operations outside NVML for which faults can be injected.
 func Beyond() []string { return slices.Clone(beyond) }
@@ -96,4 +132,7 @@ var changing = []string{
 
 // Changes reports whether a function changes the hardware, so that a fault can come after its
 // effect.
-func Changes(function string) bool { return slices.Contains(changing, function) }
+func Changes(function string) bool {
+	_, _, sysfs := SysfsWrite(function)
+	return sysfs || slices.Contains(changing, function)
+}

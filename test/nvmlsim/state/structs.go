@@ -5,7 +5,7 @@ import "math"
 // The magic number and the version of the state file's format. lib/state.h has the same values.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 6
+	Layout uint32 = 7
 
 	lockWrite        = 0
 	lockInUse        = 1
@@ -80,6 +80,8 @@ type Header struct {
 	LostAnswer          uint32 `c:"lost_answer"`
 	GSPTimeoutMS        uint32 `c:"gsp_timeout_ms"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
+	Persistenced        uint32 `c:"persistenced"`
+	VFIOLoaded          uint32 `c:"vfio_loaded"`
 }
 
 // Profile mirrors struct nvmlsim_profile of lib/state.h.
@@ -185,6 +187,7 @@ type GPU struct {
 	UUID               [48]byte                               `c:"uuid"`
 	Serial             [32]byte                               `c:"serial"`
 	NoMemoryInfo       uint64                                 `c:"no_memory_info"`
+	Binding            uint64                                 `c:"binding"`
 }
 
 // Event mirrors struct nvmlsim_event of lib/state.h.
@@ -198,11 +201,13 @@ type Event struct {
 	Reserved        uint32 `c:"reserved"`
 }
 
-// Kinds of injected faults: a call waits, fails, or kills its process.
+// Kinds of injected faults: a call waits, fails, kills its process, or does nothing.
 const (
 	FaultSlow uint32 = 1
 	FaultFail uint32 = 2
 	FaultKill uint32 = 3
+	// FaultIgnore lets a write to sysfs succeed without effect.
+	FaultIgnore uint32 = 4
 )
 
 // Fault mirrors struct nvmlsim_fault of lib/state.h.

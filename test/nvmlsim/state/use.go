@@ -145,13 +145,8 @@ func (f *File) sleep(longest time.Duration) {
 // functions: the call waits, returns an error, or dies. A negative gpu means that the call concerns
 // no GPU.
 func (f *File) Meet(function string, gpu int) error {
-	for i := range int(f.Header().FaultCount) {
-		fault := f.Fault(i)
-		serial := atomic.LoadUint64(&fault.Serial)
-		on := fault.GPU == AnyGPU || int(fault.GPU) == gpu
-		if serial == 0 || fault.After != 0 || !on || Text(fault.Function[:]) != function || !f.meets(fault) {
-			continue
-		}
+	var failed error
+	f.faults(function, gpu, false, func(fault *Fault, serial uint64) bool {
 		switch fault.Kind {
 		case FaultKill:
 			target := os.Getpid()
@@ -161,14 +156,33 @@ func (f *File) Meet(function string, gpu int) error {
 			_ = syscall.Kill(target, syscall.SIGKILL)
 			select {}
 		case FaultFail:
-			return &FaultError{Function: function, Code: fault.Error}
+			failed = &FaultError{Function: function, Code: fault.Error}
+			return false
 		}
-		end := time.Now().Add(time.Duration(min(fault.DelayMS, math.MaxInt32)) * time.Millisecond)
-		for left := time.Until(end); atomic.LoadUint64(&fault.Serial) == serial && left > 0; left = time.Until(end) {
-			f.sleep(min(left, lookAgain))
+		f.await(fault, serial, nil)
+		return true
+	})
+	return failed
+}
+
+// faults calls do with each fault that applies to the function, until do returns false. serial is
+// the fault's number while it is in force.
+func (f *File) faults(function string, gpu int, after bool, do func(fault *Fault, serial uint64) bool) {
+	for i := range int(f.Header().FaultCount) {
+		fault := f.Fault(i)
+		serial := atomic.LoadUint64(&fault.Serial)
+		on := fault.GPU == AnyGPU || int(fault.GPU) == gpu
+		if serial == 0 || (fault.After != 0) != after || !on || Text(fault.Function[:]) != function || !f.meets(fault) {
+			continue
+		}
+		if !do(fault, serial) {
+			return
 		}
 	}
-	return nil
+}
+
+func (fault *Fault) delay() time.Duration {
+	return time.Duration(min(fault.DelayMS, math.MaxInt32)) * time.Millisecond
 }
 
 // meets reports whether the fault still applies to this call. If the fault applies to a limited

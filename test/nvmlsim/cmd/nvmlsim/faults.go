@@ -27,7 +27,8 @@ func (s *scope) flags(command *cobra.Command) {
 }
 
 func (s *scope) add(f *state.File, function string, fault state.Fault) error {
-	if function != "*" && !exports.Has(function) && !slices.Contains(state.Beyond(), function) {
+	_, _, sysfs := state.SysfsWrite(function)
+	if function != "*" && !exports.Has(function) && !sysfs && !slices.Contains(state.Beyond(), function) {
 		return fmt.Errorf(
 			"NVML has no function %q, and it is none of %s: a fault for it would never be met",
 			function,
@@ -56,7 +57,7 @@ const functionHelp = "FUNC is a function by the name that is really called, or *
 	"go-nvml among them, take the newest: nvmlInit_v2, nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetPciInfo_v3; nvmlDeviceGetName has but one."
 
 func newFaults(n *node) []*cobra.Command {
-	return []*cobra.Command{newSlow(n), newFail(n), newKill(n), newClear(n)}
+	return []*cobra.Command{newSlow(n), newFail(n), newKill(n), newIgnore(n), newClear(n)}
 }
 
 func newSlow(n *node) *cobra.Command {
@@ -83,12 +84,12 @@ func newSlow(n *node) *cobra.Command {
 func newFail(n *node) *cobra.Command {
 	var s scope
 	command := &cobra.Command{
-		Use:   "fail FUNC NVML_ERROR_NAME",
-		Short: "Make an NVML function fail",
-		Long:  "Makes an NVML function fail, say with NVML_ERROR_UNKNOWN.\n" + functionHelp,
+		Use:   "fail FUNC NVML_ERROR_NAME|ERRNO",
+		Short: "Make an NVML function or a write to sysfs fail",
+		Long:  "Makes an NVML function fail, say with NVML_ERROR_UNKNOWN, or a write to sysfs, say with EIO.\n" + functionHelp,
 		Args:  cobra.ExactArgs(2),
 		RunE: func(_ *cobra.Command, args []string) error {
-			code, err := state.ParseError(args[1])
+			code, err := parseError(args[0], args[1])
 			if err != nil {
 				return err
 			}
@@ -98,6 +99,31 @@ func newFail(n *node) *cobra.Command {
 		},
 	}
 	s.flags(command)
+	return command
+}
+
+func parseError(function, text string) (uint32, error) {
+	if _, _, sysfs := state.SysfsWrite(function); sysfs {
+		return state.ParseSysfsError(text)
+	}
+	return state.ParseError(text)
+}
+
+func newIgnore(n *node) *cobra.Command {
+	var s scope
+	command := &cobra.Command{
+		Use:   "ignore WRITE",
+		Short: "Let a write to sysfs succeed without effect: sysfsOverride, sysfsUnbind, sysfsProbe and so on",
+		Args:  cobra.ExactArgs(1),
+		RunE: func(_ *cobra.Command, args []string) error {
+			if _, _, sysfs := state.SysfsWrite(args[0]); !sysfs {
+				return fmt.Errorf("%s is no write to sysfs", args[0])
+			}
+			return n.with(func(f *state.File) error { return s.add(f, args[0], state.Fault{Kind: state.FaultIgnore}) })
+		},
+	}
+	command.Flags().StringVar(&s.gpu, "gpu", "", "only for writes about this GPU (index, UUID or PCI address)")
+	command.Flags().IntVar(&s.times, "times", 0, "only for this many writes; by default for all until clear")
 	return command
 }
 

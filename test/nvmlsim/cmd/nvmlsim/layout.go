@@ -27,6 +27,7 @@ func newLayoutUp(n *node) *cobra.Command {
 		flagMountRoot   bool
 		flagPlain       bool
 		dev, libraryDir string
+		bootDrivers     map[string]string
 	)
 	command := &cobra.Command{
 		Use:   "up --node NODE.yaml --models DIR --lib libnvidia-ml.so.1",
@@ -39,7 +40,7 @@ func newLayoutUp(n *node) *cobra.Command {
 			if o.Models, err = model.ReadGPUs(gpus); err != nil {
 				return err
 			}
-			described, err := model.ReadNode(nodeFile, o.Seed)
+			described, err := model.ReadNode(nodeFile, o.Seed, model.BootDrivers(bootDrivers))
 			if err != nil {
 				return err
 			}
@@ -48,8 +49,10 @@ func newLayoutUp(n *node) *cobra.Command {
 				Kind: layout.Kind(kind), Node: described, Dev: dev, LibraryDir: libraryDir,
 				NoDevices: flagNoDevices, NoUVM: flagNoUVM, MountProc: flagMountProc, MountRoot: flagMountRoot, PlainDevices: flagPlain,
 			}
-			_, err = layout.Up(o)
-			return err
+			if _, err := layout.Up(o); err != nil || !described.Passthrough {
+				return err
+			}
+			return startSysfs(n.root)
 		},
 	}
 	flags := command.Flags()
@@ -64,6 +67,8 @@ func newLayoutUp(n *node) *cobra.Command {
 	flags.StringVar(&o.Seed, "seed", "", "text that UUIDs are derived from, so that two nodes of one file differ")
 	flags.StringVar(&dev, "dev", "/dev", "folder of the device nodes")
 	flags.StringVar(&libraryDir, "libdir", "", "the libraries' folder below the driver root, instead of the kind's default")
+	flags.StringToStringVar(&bootDrivers, "boot-driver", nil,
+		"ADDRESS=DRIVER,...: kernel drivers that functions have at boot instead of the node file's, on a node with passthrough")
 	flags.BoolVar(&flagPlain, "plain-devices", false, "ordinary files instead of device nodes, where mknod is not allowed")
 	flags.BoolVar(&flagNoDevices, "no-devices", false, "create no device nodes yet (layout devices creates them)")
 	flags.BoolVar(&flagNoUVM, "no-uvm", false, "create no nvidia-uvm device nodes yet (layout devices --uvm creates them)")

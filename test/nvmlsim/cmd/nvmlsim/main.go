@@ -87,5 +87,6 @@ func newCommand() *cobra.Command {
 	command.AddCommand(newHealth(n)...)
 	command.AddCommand(newMIG(n)...)
 	command.AddCommand(newAttach(n)...)
+	command.AddCommand(newSysfs(n)...)
 	return command
 }

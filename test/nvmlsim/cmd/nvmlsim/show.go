@@ -5,6 +5,7 @@ import (
 	"io"
 	"os"
 	"sync/atomic"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -137,6 +138,8 @@ func condition(g *state.GPU) string {
 		return "gone"
 	case g.Lost != 0:
 		return "lost"
+	case !g.Attached():
+		return "unbound" // from NVIDIA's driver
 	}
 	return "ok"
 }
@@ -162,7 +165,12 @@ func describeFault(fault *state.Fault) shownFault {
 		shown.Left = fmt.Sprint(left)
 	}
 	shown.Effect = "fails: " + state.ErrorName(fault.Error)
+	if _, _, sysfs := state.SysfsWrite(shown.Function); sysfs {
+		shown.Effect = "fails: " + syscall.Errno(fault.Error).Error()
+	}
 	switch {
+	case fault.Kind == state.FaultIgnore:
+		shown.Effect = "has no effect"
 	case fault.Kind == state.FaultSlow:
 		shown.Effect = "slow: " + (time.Duration(fault.DelayMS) * time.Millisecond).String()
 	case fault.Kind == state.FaultKill && fault.Group != 0:

@@ -1,0 +1,83 @@
+package sysfs
+
+import (
+	"log"
+	"syscall"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+// checkAgain is how often a driver that waits for its users checks whether they have gone. NVIDIA's
+// driver checks every 500 ms.
+const checkAgain = 20 * time.Millisecond
+
+// probe lets the driver take the function. The caller has the function's lock, and no driver has
+// the function.
+func (b *bus) probe(d *function, driver string) syscall.Errno {
+	switch {
+	case b.isVFIO(driver):
+		return b.bindVFIO(d, driver)
+	case driver == model.DriverNVIDIA && d.GPU >= 0:
+		var err error
+		b.locked(func() { err = b.state.Bind(d.GPU, b.binding(d, driver)) })
+		if err != nil {
+			return syscall.EIO
+		}
+		b.applyBinding()
+		return 0
+	default:
+		b.locked(func() { d.driver = driver })
+		return 0
+	}
+}
+
+// remove takes the function from its driver, and waits until the driver lets go. The caller has the
+// function's lock.
+func (b *bus) remove(d *function) {
+	switch driver := b.driverOf(d); {
+	case driver == model.DriverNVIDIA && d.GPU >= 0:
+		b.removeNVIDIA(d)
+	case d.vfio != nil:
+		b.unbindVFIO(d)
+	default:
+		b.locked(func() { d.driver = "" })
+	}
+}
+
+// removeNVIDIA does what nv_pci_remove_helper of NVIDIA's driver does. It takes the GPU from the
+// driver's list first, and then waits without end for the processes that have it open.
+func (b *bus) removeNVIDIA(d *function) {
+	b.locked(func() {
+		d.driver, d.leaving = model.DriverNVIDIA, true
+		if err := b.state.SetBinding(d.GPU, b.binding(d, "")); err != nil {
+			log.Printf("unbind %s: %v", d.Address, err)
+		}
+	})
+	b.await(func() bool { return !b.state.Opened(d.GPU) })
+	b.locked(func() { d.driver, d.leaving = "", false })
+	b.applyBinding()
+}
+
+// await waits until done, or until the file system ends.
+func (b *bus) await(done func() bool) {
+	if done() {
+		return
+	}
+	ticker := time.NewTicker(checkAgain)
+	defer ticker.Stop()
+	for !done() {
+		select {
+		case <-ticker.C:
+		case <-b.stop:
+			return
+		}
+	}
+}
+
+// applyBinding updates the files of NVIDIA's driver in /proc and its device nodes.
+func (b *bus) applyBinding() {
+	if err := b.config.ApplyBinding(b.state); err != nil {
+		log.Printf("update the files of the driver: %v", err)
+	}
+}

@@ -1,0 +1,705 @@
+package sysfs
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
+)
+
+// The functions of nodes/vfio-awkward.yaml.
+const (
+	gpu0, audio0 = "0000:21:00.0", "0000:21:00.1"
+	gpu1, audio1 = "0000:22:00.0", "0000:22:00.1"
+	gpu2, gpu3   = "0000:61:00.0", "0000:62:00.0"
+)
+
+// machine is a simulated node with its sysfs mounted.
+type machine struct {
+	*testing.T
+	config *layout.Config
+	state  *state.File
+	server *Server
+	dev    string
+}
+
+// buildLibrary builds the simulated NVML library, once for all tests.
+var buildLibrary = sync.OnceValues(func() ([]byte, error) { return exec.Command("make", "-s", "-C", "..", "library").CombinedOutput() })
+
+// boot boots a node. edit changes its options, drivers the drivers at boot.
+func boot(t *testing.T, node string, edit func(*layout.Options), drivers ...map[string]string) *machine {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root: it mounts a file system and creates device nodes")
+	}
+	if _, err := os.Stat("/dev/fuse"); err != nil {
+		t.Skip("needs /dev/fuse")
+	}
+	if out, err := buildLibrary(); err != nil {
+		t.Fatalf("build the simulated library: %v\n%s", err, out)
+	}
+	models, err := model.ReadGPUs("../models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var edits []func(*model.Node) error
+	for _, d := range drivers {
+		edits = append(edits, model.BootDrivers(d))
+	}
+	described, err := model.ReadNode("../nodes/"+node+".yaml", "seed", edits...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	folder := t.TempDir()
+	m := &machine{T: t, dev: filepath.Join(folder, "dev")}
+	if err := os.Mkdir(m.dev, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	o := layout.Options{
+		Root: filepath.Join(folder, "root"), Config: layout.Config{Kind: layout.Host, Node: described, Dev: m.dev}, Models: models, Seed: "seed",
+		Sources: layout.Sources{Library: "../../../build/nvmlsim/libnvidia-ml.so.1"},
+	}
+	if edit != nil {
+		edit(&o)
+	}
+	if m.config, err = layout.Up(o); err != nil {
+		t.Fatal(err)
+	}
+	if m.state, err = state.Open(layout.StatePath(o.Root)); err != nil {
+		t.Fatal(err)
+	}
+	if m.server, err = Mount(o.Root); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(m.state.ClearFaults(), layout.Down(o.Root)); err != nil {
+			t.Error(err)
+		}
+		m.server.Wait()
+	})
+	return m
+}
+
+func (m *machine) path(parts ...string) string {
+	return filepath.Join(append([]string{m.config.SysPath()}, parts...)...)
+}
+
+func (m *machine) device(address string, parts ...string) string {
+	return m.path(append([]string{"bus/pci/devices", address}, parts...)...)
+}
+
+// write writes as a shell does, and returns the error of the write.
+func (m *machine) write(text string, parts ...string) error {
+	err := os.WriteFile(m.path(parts...), []byte(text), 0o600)
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		return errno
+	}
+	return err
+}
+
+func (m *machine) must(text string, parts ...string) {
+	m.Helper()
+	if err := m.write(text, parts...); err != nil {
+		m.Fatalf("write %q to %v: %v", text, parts, err)
+	}
+}
+
+func (m *machine) fails(want syscall.Errno, text string, parts ...string) {
+	m.Helper()
+	if err := m.write(text, parts...); !errors.Is(err, want) {
+		m.Errorf("write %q to %v: got %v, want %v", text, parts, err, want)
+	}
+}
+
+func (m *machine) override(address, driver string) {
+	m.Helper()
+	m.must(driver+"\n", "bus/pci/devices", address, "driver_override")
+}
+
+func (m *machine) unbind(address, driver string) {
+	m.Helper()
+	m.must(address+"\n", "bus/pci/drivers", driver, "unbind")
+}
+
+func (m *machine) probe(address string) {
+	m.Helper()
+	m.must(address+"\n", "bus/pci/drivers_probe")
+}
+
+// hand gives a function from one driver to another, as a user of driver_override does.
+func (m *machine) hand(address, from, to string) {
+	m.Helper()
+	m.override(address, to)
+	m.unbind(address, from)
+	m.probe(address)
+}
+
+// driver returns the driver that the function's link names, or nothing.
+func (m *machine) driver(address string) string {
+	m.Helper()
+	target, err := os.Readlink(m.device(address, "driver"))
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return ""
+	case err != nil:
+		m.Fatal(err)
+	}
+	return filepath.Base(target)
+}
+
+func (m *machine) has(address, want string) {
+	m.Helper()
+	if got := m.driver(address); got != want {
+		m.Errorf("driver of %s is %q, want %q", address, got, want)
+	}
+}
+
+func (m *machine) read(parts ...string) string {
+	m.Helper()
+	content, err := os.ReadFile(m.path(parts...))
+	if err != nil {
+		m.Fatal(err)
+	}
+	return string(content)
+}
+
+func (m *machine) reads(want string, parts ...string) {
+	m.Helper()
+	if got := m.read(parts...); got != want {
+		m.Errorf("%v has %q, want %q", parts, got, want)
+	}
+}
+
+// nodes returns the names of VFIO's device nodes.
+func (m *machine) nodes() string {
+	m.Helper()
+	var found []string
+	for _, pattern := range []string{"iommu", "vfio/*", "vfio/devices/*"} {
+		paths, _ := filepath.Glob(filepath.Join(m.dev, pattern))
+		for _, path := range paths {
+			info, err := os.Lstat(path)
+			if err != nil {
+				m.Fatal(err)
+			}
+			if name, _ := filepath.Rel(m.dev, path); info.Mode()&os.ModeCharDevice != 0 {
+				found = append(found, name)
+			}
+		}
+	}
+	return strings.Join(found, " ")
+}
+
+// eventually waits until the condition holds.
+func (m *machine) eventually(what string, condition func() bool) {
+	m.Helper()
+	end := time.After(10 * time.Second)
+	for !condition() {
+		select {
+		case <-end:
+			m.Fatalf("not within ten seconds: %s", what)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// writer is a process that writes one text to one file.
+type writer struct {
+	*exec.Cmd
+	done   chan error
+	output bytes.Buffer
+}
+
+func (m *machine) start(text string, parts ...string) *writer {
+	m.Helper()
+	w := &writer{Cmd: exec.Command("sh", "-c", fmt.Sprintf("printf '%%s\\n' %s > %s", text, m.path(parts...))), done: make(chan error, 1)}
+	w.Stderr = &w.output
+	w.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := w.Start(); err != nil {
+		m.Fatal(err)
+	}
+	go func() { w.done <- w.Wait() }()
+	return w
+}
+
+// ended waits for the end of the process, however it ends.
+func (w *writer) ended() error { return <-w.done }
+
+// status returns the state letter of the process in /proc.
+func (w *writer) status() string {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", w.Process.Pid))
+	_, after, _ := strings.Cut(string(text), ") ")
+	letter, _, _ := strings.Cut(after, " ")
+	return letter
+}
+
+func TestBootShowsFunctionsGroupsAndDrivers(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.has(gpu0, "nvidia")
+	m.has(audio0, "snd_hda_intel")
+	m.has(audio1, "")
+	m.reads("(null)\n", "bus/pci/devices", gpu0, "driver_override")
+	m.reads("0x030200\n", "bus/pci/devices", gpu0, "class")
+	m.reads("0x040300\n", "bus/pci/devices", audio0, "class")
+	m.reads("flr bus\n", "bus/pci/devices", gpu0, "reset_method")
+	m.reads("1\n", "bus/pci/devices", gpu3, "sriov_numvfs")
+	for _, absent := range []string{m.device(gpu2, "reset_method"), m.device(gpu2, "reset"), m.device(gpu0, "physfn")} {
+		if _, err := os.Lstat(absent); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s: %v, want none", absent, err)
+		}
+	}
+	members, err := filepath.Glob(m.path("kernel/iommu_groups/41/devices/*"))
+	if err != nil || len(members) != 3 { // the card, its audio function, the bridge above
+		t.Errorf("members of group 41: %v, %v", members, err)
+	}
+	for link, want := range map[string]string{
+		m.device(gpu1, "iommu_group"):                  m.path("kernel/iommu_groups/41"),
+		m.path("module/vfio_pci/drivers/pci:vfio-pci"): m.path("bus/pci/drivers/vfio-pci"),
+	} {
+		if target, err := filepath.EvalSymlinks(link); err != nil || target != want {
+			t.Errorf("%s leads to %s, %v, want %s", link, target, err, want)
+		}
+	}
+	if m.nodes() != "iommu vfio/vfio" {
+		t.Errorf("device nodes at boot: %s", m.nodes())
+	}
+}
+
+func TestFunctionsBoundToVFIOAtBoot(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil, map[string]string{gpu1: "vfio-pci", audio1: "vfio-pci"})
+	m.has(gpu1, "vfio-pci")
+	m.has(audio1, "vfio-pci")
+	m.reads("vfio-pci\n", "bus/pci/devices", gpu1, "driver_override")
+	if m.state.GPU(1).Attached() || m.state.GPU(2).Minor != 1 {
+		t.Errorf("attached: %v; minor of the next GPU: %d", m.state.GPU(1).Attached(), m.state.GPU(2).Minor)
+	}
+	m.eventually("the device nodes", func() bool {
+		return m.nodes() == "iommu vfio/41 vfio/vfio vfio/devices/vfio0 vfio/devices/vfio1"
+	})
+	m.hand(gpu1, "vfio-pci", "")
+	m.has(gpu1, "nvidia")
+}
+
+func TestHandingAGPUToVFIOAndBack(t *testing.T) {
+	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = false })
+	before := m.nodes()
+	const gpu = "0000:43:00.0"
+	m.hand(gpu, "nvidia", "vfio-pci")
+	m.has(gpu, "vfio-pci")
+	if got, want := m.nodes(), before+" vfio/11 vfio/devices/vfio0"; !sameWords(got, want) {
+		t.Errorf("device nodes: %s, want %s", got, want)
+	}
+	if m.state.GPU(1).Attached() {
+		t.Error("the state file says that NVIDIA's driver has the GPU")
+	}
+	if _, err := os.Stat(filepath.Join(filepath.Dir(m.config.SysPath()), "proc/driver/nvidia/gpus", gpu)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("/proc of the driver lists the GPU: %v", err)
+	}
+	number := strings.TrimSpace(m.read("bus/pci/devices", gpu, "vfio-dev/vfio0/dev"))
+	var info unix.Stat_t
+	if err := unix.Stat(filepath.Join(m.dev, "vfio/devices/vfio0"), &info); err != nil {
+		t.Fatal(err)
+	}
+	if node := fmt.Sprintf("%d:%d", unix.Major(info.Rdev), unix.Minor(info.Rdev)); node != number {
+		t.Errorf("device node has number %s, sysfs says %s", node, number)
+	}
+
+	m.hand(gpu, "vfio-pci", "")
+	m.has(gpu, "nvidia")
+	m.reads("(null)\n", "bus/pci/devices", gpu, "driver_override")
+	if m.nodes() != before || !m.state.GPU(1).Attached() || m.state.GPU(1).PersistenceMode != 0 {
+		t.Errorf("afterwards: nodes %q, attached %v, persistence %d", m.nodes(), m.state.GPU(1).Attached(), m.state.GPU(1).PersistenceMode)
+	}
+	m.hand(gpu, "nvidia", "vfio-pci")
+	if _, err := os.Stat(m.device(gpu, "vfio-dev/vfio1")); err != nil {
+		t.Errorf("the second bind gives the function's device node the same number: %v", err)
+	}
+}
+
+func sameWords(a, b string) bool {
+	seen := map[string]int{}
+	for _, word := range strings.Fields(a) {
+		seen[word]++
+	}
+	for _, word := range strings.Fields(b) {
+		seen[word]--
+	}
+	for _, n := range seen {
+		if n != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func TestMinorOfAReturnedGPUIsTheLowestFreeOne(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.hand(gpu2, "nvidia", "vfio-pci")
+	m.hand(gpu2, "vfio-pci", "")
+	m.hand(gpu0, "vfio-pci", "")
+	if first, third := m.state.GPU(0).Minor, m.state.GPU(2).Minor; first != 2 || third != 0 {
+		t.Errorf("minors are %d and %d, want 2 and 0", first, third)
+	}
+	information, err := os.ReadFile(filepath.Join(filepath.Dir(m.config.SysPath()), "proc/driver/nvidia/gpus", gpu2, "information"))
+	if err != nil || !strings.Contains(string(information), "Device Minor: \t 0\n") {
+		t.Errorf("information: %s, %v", information, err)
+	}
+}
+
+func TestWrongWritesFailAsInTheKernel(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.fails(syscall.ENODEV, gpu0, "bus/pci/drivers/vfio-pci/unbind") // nvidia has it
+	m.fails(syscall.ENODEV, "0000:99:00.0", "bus/pci/drivers/nvidia/unbind")
+	m.fails(syscall.ENODEV, gpu0+" ", "bus/pci/drivers/nvidia/unbind")
+	m.fails(syscall.ENODEV, gpu0, "bus/pci/drivers/vfio-pci/bind") // no override
+	m.fails(syscall.EBUSY, gpu0, "bus/pci/drivers/nvidia/bind")    // it has the driver
+	m.fails(syscall.ENODEV, "0000:99:00.0", "bus/pci/drivers_probe")
+	m.fails(syscall.EINVAL, "10de", "bus/pci/drivers/vfio-pci/new_id")
+	m.fails(syscall.ENODEV, "10de 1", "bus/pci/drivers/vfio-pci/remove_id")
+	m.fails(syscall.EINVAL, strings.Repeat("x", pageSize-1), "bus/pci/devices", gpu0, "driver_override")
+	m.fails(syscall.EINVAL, "2", "bus/pci/devices", gpu0, "reset")
+	m.fails(syscall.EACCES, "1", "bus/pci/devices", gpu0, "vendor")
+	m.fails(syscall.EACCES, "1", "bus/pci/devices", gpu0, "no_such_file")
+	if _, err := os.ReadFile(m.path("bus/pci/drivers_probe")); !errors.Is(err, syscall.EACCES) {
+		t.Errorf("read of a file without read permission: %v", err)
+	}
+	m.has(gpu0, "nvidia")
+}
+
+func TestProbeSucceedsWithoutBinding(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.hand(gpu0, "nvidia", "no-such-driver")
+	m.has(gpu0, "")
+	m.probe(audio0) // bound already
+	m.has(audio0, "snd_hda_intel")
+}
+
+func TestWithoutIOMMUNothingBindsToVFIO(t *testing.T) {
+	bare := func(o *layout.Options) {
+		o.Config.Node.VFIO.NoIOMMU = true
+		o.Config.Node.GPUs[0].IOMMUGroup = nil
+	}
+	m := boot(t, "vfio-awkward", bare)
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.has(gpu0, "")
+	m.fails(syscall.EINVAL, gpu0, "bus/pci/drivers/vfio-pci/bind")
+}
+
+func TestUnsafeNoIOMMU(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) {
+		o.Config.Node.VFIO.UnsafeNoIOMMU = true
+		o.Config.Node.VFIO.NodeDelay.Duration = 0
+		o.Config.Node.GPUs[0].IOMMUGroup = nil
+	})
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.reads("vfio-noiommu\n", "bus/pci/devices", gpu0, "iommu_group/name")
+	m.reads("Y\n", "module/vfio/parameters/enable_unsafe_noiommu_mode")
+	if !strings.Contains(m.nodes(), "vfio/noiommu-0") {
+		t.Errorf("device nodes: %s", m.nodes())
+	}
+}
+
+func TestNewIDTakesUnboundFunctions(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.must("10de 22ba", "bus/pci/drivers/vfio-pci/new_id")
+	m.has(audio0, "snd_hda_intel")
+	m.has(audio1, "vfio-pci")
+	m.fails(syscall.EEXIST, "10de 22ba", "bus/pci/drivers/vfio-pci/new_id")
+	m.must("10de 22ba", "bus/pci/drivers/vfio-pci/remove_id")
+	m.has(audio1, "vfio-pci")
+}
+
+func TestGroupOfTwoHasOneNode(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.Config.Node.VFIO.NodeDelay.Duration = 0 })
+	m.hand(audio0, "snd_hda_intel", "vfio-pci")
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.hand(gpu0, "vfio-pci", "")
+	if !strings.Contains(m.nodes(), "vfio/40") {
+		t.Errorf("the group's node is gone while one function is bound: %s", m.nodes())
+	}
+	m.hand(audio0, "vfio-pci", "")
+	if strings.Contains(m.nodes(), "vfio/40") {
+		t.Errorf("the group's node stays without a bound function: %s", m.nodes())
+	}
+	m.has(audio0, "snd_hda_intel")
+}
+
+func TestLateNodes(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	if strings.Contains(m.nodes(), "vfio/40") {
+		t.Error("the group's node is not late")
+	}
+	m.eventually("the group's node", func() bool { return strings.Contains(m.nodes(), "vfio/40") })
+}
+
+func TestUnbindHangsWhileAProcessHasTheGPUOpen(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	holder, err := state.Open(m.state.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := holder.Take(state.Device{GPU: 0}); err != nil {
+		t.Fatal(err)
+	}
+	w := m.start(gpu0, "bus/pci/drivers/nvidia/unbind")
+	m.eventually("the links are gone", func() bool { return m.driver(gpu0) == "" })
+	if m.state.GPU(0).Attached() {
+		t.Error("NVML still lists the GPU")
+	}
+	if err := w.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	m.eventually("the killed writer is in state D", func() bool { return w.status() == "D" })
+
+	// Nothing that takes the function's lock ends, and other functions are not affected.
+	reader := m.startReader(m.device(gpu0, "driver_override"))
+	second := m.start("vfio-pci", "bus/pci/devices", gpu0, "driver_override")
+	m.probe(gpu0) // the driver is still there, so it succeeds at once
+	m.hand(gpu1, "nvidia", "vfio-pci")
+	m.has(gpu1, "vfio-pci")
+	select {
+	case <-reader:
+		t.Error("driver_override can be read during the hung unbind")
+	case err := <-second.done:
+		t.Errorf("driver_override can be written during the hung unbind: %v", err)
+	case err := <-w.done:
+		t.Errorf("the killed writer ended: %v", err)
+	case <-time.After(300 * time.Millisecond):
+	}
+
+	if err := holder.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_ = w.ended()
+	_ = second.ended()
+	<-reader
+	m.reads("vfio-pci\n", "bus/pci/devices", gpu0, "driver_override")
+	m.probe(gpu0)
+	m.has(gpu0, "vfio-pci")
+}
+
+// startReader reads the file and then closes the channel.
+func (m *machine) startReader(path string) <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if _, err := os.ReadFile(path); err != nil {
+			m.Error(err)
+		}
+	}()
+	return done
+}
+
+func TestPersistencedKeepsTheGPU(t *testing.T) {
+	m := boot(t, "h100-passthrough", nil)
+	const gpu = "0000:1b:00.0"
+	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
+	select {
+	case err := <-w.done:
+		t.Errorf("unbind ended in spite of persistence mode: %v: %s", err, &w.output)
+	case <-time.After(200 * time.Millisecond):
+	}
+}
+
+func TestUnbindOfVFIOWaitsForTheVirtualMachine(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.Config.Node.VFIO.NodeDelay.Duration = 0 })
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	machine, err := unix.Open(filepath.Join(m.dev, "vfio/40"), unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := m.start(gpu0, "bus/pci/drivers/vfio-pci/unbind")
+	select {
+	case err := <-w.done:
+		t.Errorf("unbind ended while a process has the group open: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	if err := unix.Close(machine); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-w.done; err != nil {
+		t.Errorf("unbind: %v: %s", err, &w.output)
+	}
+}
+
+func TestFaultsOfEveryWrite(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	for _, write := range []struct {
+		name, text string
+		file       []string
+		prepare    func()
+		done       func() bool
+	}{
+		{state.SysfsOverride, "vfio-pci", []string{"bus/pci/devices", gpu0, "driver_override"},
+			func() { m.override(gpu0, "") }, func() bool { return m.read("bus/pci/devices", gpu0, "driver_override") == "vfio-pci\n" }},
+		{state.SysfsUnbind, gpu0, []string{"bus/pci/drivers/nvidia/unbind"},
+			func() { m.override(gpu0, ""); m.probe(gpu0) }, func() bool { return m.driver(gpu0) == "" }},
+		{state.SysfsProbe, gpu0, []string{"bus/pci/drivers_probe"},
+			func() { m.rest(gpu0) }, func() bool { return m.driver(gpu0) == "nvidia" }},
+		{state.SysfsBind, gpu0, []string{"bus/pci/drivers/nvidia/bind"},
+			func() { m.rest(gpu0) }, func() bool { return m.driver(gpu0) == "nvidia" }},
+	} {
+		t.Run(write.name, func(t *testing.T) {
+			for _, fault := range []struct {
+				name           string
+				fault          state.Fault
+				effect, killed bool
+			}{
+				{"error", state.Fault{Kind: state.FaultFail, Error: uint32(syscall.EIO)}, false, false},
+				{"ignored", state.Fault{Kind: state.FaultIgnore}, false, false},
+				{"killed before", state.Fault{Kind: state.FaultKill}, false, true},
+				{"killed after", state.Fault{Kind: state.FaultKill, After: 1}, true, true},
+				{"error after", state.Fault{Kind: state.FaultFail, Error: uint32(syscall.EIO), After: 1}, true, false},
+			} {
+				write.prepare()
+				fault.fault.GPU = state.AnyGPU
+				if err := m.state.AddFault(fault.fault, write.name+"@"+gpu0, 1); err != nil {
+					t.Fatal(err)
+				}
+				w := m.start(write.text, write.file...)
+				err := <-w.done
+				status, _ := w.ProcessState.Sys().(syscall.WaitStatus)
+				if write.done() != fault.effect || (status.Signal() == syscall.SIGKILL) != fault.killed || (err == nil) != (fault.name == "ignored") {
+					t.Errorf("%s: effect %v, ended with %v", fault.name, write.done(), err)
+				}
+				if err := m.state.ClearFaults(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			m.hangs(t, write.name, write.text, write.file, write.prepare, write.done)
+		})
+	}
+}
+
+// rest leaves the GPU without driver and override.
+func (m *machine) rest(address string) {
+	m.Helper()
+	m.override(address, "")
+	if driver := m.driver(address); driver != "" {
+		m.unbind(address, driver)
+	}
+}
+
+func (m *machine) hangs(t *testing.T, name, text string, file []string, prepare func(), done func() bool) {
+	t.Helper()
+	prepare()
+	if err := m.state.AddFault(state.Fault{Kind: state.FaultSlow, DelayMS: 3600_000, GPU: 0}, name, 1); err != nil {
+		t.Fatal(err)
+	}
+	w := m.start(text, file...)
+	m.eventually("the write hangs", func() bool { return m.state.Fault(0).Hits == 1 })
+	if err := w.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	m.eventually("the killed writer is in state D", func() bool { return w.status() == "D" })
+	if err := m.state.ClearFaults(); err != nil {
+		t.Fatal(err)
+	}
+	_ = w.ended()
+	m.eventually("the write has its effect", done)
+}
+
+func TestDriverReloadLeavesVFIOAlone(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.override(gpu1, "vfio-pci") // bound to nvidia until the next unbind
+	if err := m.config.DriverAway(m.state, false, true); err != nil {
+		t.Fatal(err)
+	}
+	for _, gone := range []string{"module/nvidia", "bus/pci/drivers/nvidia"} {
+		if _, err := os.Stat(m.path(gone)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s without driver: %v", gone, err)
+		}
+	}
+	if err := m.config.DriverBack(m.state, "", ""); err != nil {
+		t.Fatal(err)
+	}
+	m.has(gpu0, "vfio-pci")
+	m.has(gpu1, "")
+	m.has(gpu2, "nvidia")
+}
+
+func TestNodeWithoutNVIDIADriver(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.NoDriver = true })
+	m.has(gpu0, "")
+	m.override(gpu0, "vfio-pci")
+	m.probe(gpu0)
+	m.has(gpu0, "vfio-pci")
+	m.hand(gpu0, "vfio-pci", "")
+	m.has(gpu0, "")
+	if nodes, _ := filepath.Glob(filepath.Join(m.dev, "nvidia*")); len(nodes) > 0 {
+		t.Errorf("device nodes of NVIDIA's driver: %v", nodes)
+	}
+}
+
+func TestUnloadedModule(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.Config.Node.VFIO.Module = model.VFIOUnloaded })
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.has(gpu0, "")
+	if m.nodes() != "" {
+		t.Errorf("device nodes without the module: %s", m.nodes())
+	}
+	if err := m.state.SetVFIO(true); err != nil {
+		t.Fatal(err)
+	}
+	m.eventually("the loaded driver takes the functions that its name overrides", func() bool { return m.driver(gpu0) == "vfio-pci" })
+}
+
+func TestAnotherCardInTheSlotStartsAnew(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	before, err := os.Stat(m.device(gpu0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	if same, err := os.Stat(m.device(gpu0)); err != nil || !os.SameFile(before, same) {
+		t.Errorf("another driver changes the function's folder: %v", err)
+	}
+	if err := m.state.Unplug(0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(m.device(gpu0)); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("an unplugged card: %v", err)
+	}
+	if err := m.state.Plug(0, "GPU-another"); err != nil {
+		t.Fatal(err)
+	}
+	m.has(gpu0, "nvidia")
+	m.reads("(null)\n", "bus/pci/devices", gpu0, "driver_override")
+	if after, err := os.Stat(m.device(gpu0)); err != nil || os.SameFile(before, after) {
+		t.Errorf("another card has the folder of the old one: %v", err)
+	}
+}
+
+func TestModulesAliasNamesVFIODrivers(t *testing.T) {
+	m := boot(t, "h100-passthrough", func(o *layout.Options) {
+		o.Config.Node.VFIO.Variants = []model.VFIOVariant{
+			{Driver: "nvgrace-gpu-vfio-pci", Module: "nvgrace_gpu_vfio_pci", Vendor: "0x10de", Device: "0x2342"},
+		}
+	})
+	found, err := filepath.Glob(filepath.Join(m.config.ModulesPath(), "*", "modules.alias"))
+	if err != nil || len(found) != 1 {
+		t.Fatal(found, err)
+	}
+	content, err := os.ReadFile(found[0])
+	want := "alias vfio_pci:v*d*sv*sd*bc*sc*i* vfio_pci\nalias vfio_pci:v000010DEd00002342sv*sd*bc*sc*i* nvgrace_gpu_vfio_pci\n"
+	if err != nil || !strings.HasSuffix(string(content), want) {
+		t.Errorf("modules.alias: %s, %v", content, err)
+	}
+}
