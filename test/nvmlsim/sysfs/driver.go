@@ -54,25 +54,25 @@ func (b *bus) removeNVIDIA(d *function) {
 			log.Printf("unbind %s: %v", d.Address, err)
 		}
 	})
-	b.await(func() bool { return !b.state.Opened(d.GPU) })
+	if !b.await(func() bool { return !b.state.Opened(d.GPU) }) {
+		return
+	}
 	b.locked(func() { d.driver, d.leaving = "", false })
 	b.applyBinding()
 }
 
-// await waits until done, or until the file system ends.
-func (b *bus) await(done func() bool) {
-	if done() {
-		return
-	}
+// await waits until done. It returns false if the file system ends before.
+func (b *bus) await(done func() bool) bool {
 	ticker := time.NewTicker(checkAgain)
 	defer ticker.Stop()
 	for !done() {
 		select {
 		case <-ticker.C:
 		case <-b.stop:
-			return
+			return false
 		}
 	}
+	return true
 }
 
 // applyBinding updates the files of NVIDIA's driver in /proc and its device nodes.

@@ -86,7 +86,11 @@ func boot(t *testing.T, node string, edit func(*layout.Options), drivers ...map[
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := errors.Join(m.state.ClearFaults(), layout.Down(o.Root)); err != nil {
+		err := m.state.ClearFaults()
+		if _, gone := os.Stat(o.Root); gone == nil {
+			err = errors.Join(err, layout.Down(o.Root))
+		}
+		if err != nil {
 			t.Error(err)
 		}
 		m.server.Wait()
@@ -514,6 +518,35 @@ func TestPersistencedKeepsTheGPU(t *testing.T) {
 	case err := <-w.done:
 		t.Errorf("unbind ended in spite of persistence mode: %v: %s", err, &w.output)
 	case <-time.After(200 * time.Millisecond):
+	}
+}
+
+func TestLateGroupNodeBelongsToTheGroup(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	m.hand(gpu0, "nvidia", "vfio-pci")
+	m.hand(audio0, "snd_hda_intel", "vfio-pci")
+	m.hand(gpu0, "vfio-pci", "")
+	m.eventually("the group's node", func() bool { return strings.Contains(m.nodes(), "vfio/40") })
+}
+
+func TestEndOfTheMountEndsHungWrites(t *testing.T) {
+	m := boot(t, "h100-passthrough", nil)
+	const gpu = "0000:1b:00.0"
+	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
+	m.eventually("the links are gone", func() bool { return m.driver(gpu) == "" })
+	root := filepath.Dir(m.config.SysPath())
+	if err := layout.Down(root); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.ended(); err == nil {
+		t.Error("the hung write succeeded")
+	}
+	m.server.Wait()
+	if left, _ := filepath.Glob(filepath.Join(root, "*")); len(left) > 0 {
+		t.Errorf("files of the node: %v", left)
+	}
+	if left, _ := filepath.Glob(filepath.Join(m.dev, "*")); len(left) > 0 {
+		t.Errorf("device nodes: %v", left)
 	}
 }
 

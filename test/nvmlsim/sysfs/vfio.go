@@ -87,11 +87,9 @@ func (b *bus) bindVFIO(d *function, driver string) syscall.Errno {
 		return syscall.EINVAL
 	}
 	var bound *vfioDevice
-	var first bool
 	var err error
 	b.locked(func() {
-		bound, first, err = b.registerVFIO(d)
-		if err != nil {
+		if bound, err = b.registerVFIO(d); err != nil {
 			return
 		}
 		d.driver, d.vfio = driver, bound
@@ -111,7 +109,7 @@ func (b *bus) bindVFIO(d *function, driver string) syscall.Errno {
 			return
 		default:
 		}
-		if err := b.makeNodes(d, bound, first); err != nil {
+		if err := b.makeNodes(d, bound); err != nil {
 			log.Printf("device nodes of %s: %v", d.Address, err)
 		}
 	}
@@ -125,11 +123,11 @@ func (b *bus) bindVFIO(d *function, driver string) syscall.Errno {
 
 // registerVFIO gives the function its numbers, and its group a device node's number if it is the
 // group's first one.
-func (b *bus) registerVFIO(d *function) (_ *vfioDevice, first bool, _ error) {
+func (b *bus) registerVFIO(d *function) (*vfioDevice, error) {
 	bound := &vfioDevice{number: b.vfio.nextDevice, withoutIOMMU: d.IOMMUGroup == nil}
 	var err error
 	if bound.id, err = layout.VFIODeviceNumber(bound.number); err != nil {
-		return nil, false, err
+		return nil, err
 	}
 	b.vfio.nextDevice++
 	var name string
@@ -140,10 +138,10 @@ func (b *bus) registerVFIO(d *function) (_ *vfioDevice, first bool, _ error) {
 		name = layout.VFIOGroup(*d.IOMMUGroup)
 	}
 	group := b.vfio.groups[name]
-	if first = group == nil; first {
+	if group == nil {
 		number, err := layout.VFIOGroupNumber(b.vfio.nextMinor)
 		if err != nil {
-			return nil, false, err
+			return nil, err
 		}
 		group = &vfioGroup{name: name, number: number}
 		b.vfio.nextMinor++
@@ -151,15 +149,15 @@ func (b *bus) registerVFIO(d *function) (_ *vfioDevice, first bool, _ error) {
 	}
 	group.functions++
 	bound.group = group
-	return bound, first, nil
+	return bound, nil
 }
 
 // makeNodes creates the device nodes of a bound function, unless it was unbound meanwhile.
-func (b *bus) makeNodes(d *function, bound *vfioDevice, first bool) error {
+func (b *bus) makeNodes(d *function, bound *vfioDevice) error {
 	if d.vfio != bound {
 		return nil
 	}
-	if first && b.config.Node.VFIO.Interface != model.VFIOIOMMUFD {
+	if b.config.Node.VFIO.Interface != model.VFIOIOMMUFD {
 		if err := b.config.MakeVFIONode(bound.group.name, bound.group.number); err != nil {
 			return err
 		}
@@ -181,7 +179,9 @@ func (b *bus) unbindVFIO(d *function) {
 		d.leaving = true
 		b.removeNode(layout.VFIODevice(bound.number))
 	})
-	b.await(func() bool { return !b.used(bound) })
+	if !b.await(func() bool { return !b.used(bound) }) {
+		return
+	}
 	b.locked(func() {
 		if bound.group.functions--; bound.group.functions == 0 {
 			delete(b.vfio.groups, bound.group.name)
