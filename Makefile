@@ -83,7 +83,7 @@ FROM     ?= $(RELEASE_DIR)
 RELEASE  := $(BUILD)/bin/release
 
 .PHONY: release
-release: release-programs-amd64 release-programs-arm64 ## Make image and chart in build/release (VERSION=v0.1.0 REGISTRY=registry.example/project; KEY=cosign.key signs)
+release: release-programs-amd64 release-programs-arm64 release-client ## Make image, chart and archives of kubectl-gpu in build/release (VERSION=v0.1.0 REGISTRY=registry.example/project; KEY=cosign.key signs)
 	helm=$$($(CLUSTER) program helm) && \
 	$(RELEASE) build -version $(VERSION) -registry '$(REGISTRY)' -programs $(BUILD)/release-programs -c-library $(CACHE)/c-library \
 	    -chart $(CURDIR)/deployments/helm/gpu-dra-driver -helm $$helm -out $(RELEASE_DIR)
@@ -122,6 +122,20 @@ release-programs-amd64 release-programs-arm64: release-programs-%: toolchain rel
 	GOARCH=$* CGO_ENABLED=1 CC="$(call cross,$*)" $(MAKE) --no-print-directory build BIN=$(BUILD)/release-programs/$*
 	cd hack/sbom && go run . -out $(BUILD)/release-programs/$*/sbom \
 	    $(addprefix $(BUILD)/release-programs/$*/,gpu-kubelet-plugin gpu-mps nvidia-cdi-hook)
+
+# kubectl-gpu runs on users' machines: the platforms are those of hack/release/archives.go.
+CLIENT_PLATFORMS := linux_amd64 linux_arm64
+
+.PHONY: release-client
+release-client: $(addprefix release-client-,$(CLIENT_PLATFORMS))
+
+.PHONY: $(addprefix release-client-,$(CLIENT_PLATFORMS))
+$(addprefix release-client-,$(CLIENT_PLATFORMS)): release-client-%: toolchain release-version
+	CGO_ENABLED=0 GOOS=$(word 1,$(subst _, ,$*)) GOARCH=$(word 2,$(subst _, ,$*)) \
+	    go build -trimpath -buildvcs=false -ldflags "-s -w -X main.version=$(VERSION)" \
+	    -o $(BUILD)/release-programs/kubectl-gpu/$*/ ./cmd/kubectl-gpu
+	cd hack/sbom && go run . -out $(BUILD)/release-programs/kubectl-gpu/$*/sbom \
+	    $(BUILD)/release-programs/kubectl-gpu/$*/kubectl-gpu
 
 ##@ Test
 
@@ -194,7 +208,7 @@ test-release test-release-e2e: RELEASE_DIR := $(BUILD)/release-test
 
 # The simulated GPU library for arm64 has no programs of its own: nvmlsim runs on this machine.
 .PHONY: test-release
-test-release: release ## Make a release, run its arm64 programs, and test signing, pushing and tampering (VERSION, REGISTRY; root)
+test-release: release ## Make a release, run its kubectl-gpu and arm64 programs, and test signing, pushing and tampering (VERSION, REGISTRY; root)
 	@$(NEED) unshare=util-linux qemu-aarch64-static=qemu-user-static
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	$(MAKE) --no-print-directory -C test/nvmlsim library OUT=$(BUILD)/nvmlsim-arm64 CC="$(call cross,arm64)"

@@ -4,12 +4,16 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
+	"debug/buildinfo"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
 	"strings"
 	"testing"
 
@@ -30,6 +34,69 @@ mkdir -p "$1/proc"
 mount -t proc proc "$1/proc"
 exec chroot "$@"`
 
+// inEmulator returns a command that runs a program for arm64 in a root folder. It skips the test
+// where that is not possible.
+func inEmulator(t *testing.T, root string, words ...string) *exec.Cmd {
+	t.Helper()
+	raw, err := os.ReadFile("/proc/sys/kernel/osrelease")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !kernelIsAtLeast(string(raw), binfmtInNamespaces) {
+		t.Skipf("SKIPPED: binfmt_misc in a user namespace needs Linux 6.7 or later, and this is %s", strings.TrimSpace(string(raw)))
+	}
+	args := append([]string{"--user", "--map-root-user", "--mount", "--pid", "--fork", "sh", "-ec", emulate, "emulate", root}, words...)
+	cmd := exec.CommandContext(t.Context(), "unshare", args...)
+	cmd.Env = append(os.Environ(), "QEMU=/usr/bin/qemu-aarch64-static")
+	return cmd
+}
+
+// A user unpacks the archive of kubectl-gpu and runs it. The environment names the release that
+// "make test-release" has built.
+func TestArchiveInstallsKubectlPlugin(t *testing.T) {
+	release := os.Getenv("RELEASE")
+	if release == "" {
+		t.Skip("SKIPPED: RELEASE is not set (make test-release sets it)")
+	}
+	f, err := openFolder(t.Context(), release)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range clientPlatforms {
+		t.Run(p.OS+"/"+p.Architecture, func(t *testing.T) {
+			raw, err := os.ReadFile(filepath.Join(release, archiveName(f.image.tag, p)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			dir := t.TempDir()
+			unpackLayer(t, raw, dir)
+			program := filepath.Join(dir, client)
+			info, err := buildinfo.ReadFile(program)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for key, want := range map[string]string{"GOOS": p.OS, "GOARCH": p.Architecture, "CGO_ENABLED": "0"} {
+				if !slices.Contains(info.Settings, debug.BuildSetting{Key: key, Value: want}) {
+					t.Errorf("the program was built with %v, want %s=%s", info.Settings, key, want)
+				}
+			}
+			var cmd *exec.Cmd
+			switch {
+			case p.OS == runtime.GOOS && p.Architecture == runtime.GOARCH:
+				cmd = exec.CommandContext(t.Context(), program, "--version")
+			case p.OS == "linux" && p.Architecture == "arm64":
+				cmd = inEmulator(t, dir, "/"+client, "--version")
+			default:
+				t.Skipf("SKIPPED: no emulator for %s/%s", p.OS, p.Architecture)
+			}
+			out, err := cmd.CombinedOutput()
+			if err != nil || !strings.Contains(string(out), f.image.tag) {
+				t.Errorf("%v, want output with %q:\n%s", err, f.image.tag, out)
+			}
+		})
+	}
+}
+
 // The programs of the released arm64 image run, with the C library in the image. The environment
 // names what "make test-release" has built.
 func TestArm64ImageRuns(t *testing.T) {
@@ -39,13 +106,6 @@ func TestArm64ImageRuns(t *testing.T) {
 	}
 	if os.Getuid() != 0 {
 		t.Skip("SKIPPED: device nodes of simulated GPUs need root")
-	}
-	raw, err := os.ReadFile("/proc/sys/kernel/osrelease")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !kernelIsAtLeast(string(raw), binfmtInNamespaces) {
-		t.Skipf("SKIPPED: binfmt_misc in a user namespace needs Linux 6.7 or later, and this is %s", strings.TrimSpace(string(raw)))
 	}
 	f, err := openFolder(t.Context(), release)
 	if err != nil {
@@ -71,10 +131,7 @@ func TestArm64ImageRuns(t *testing.T) {
 	} {
 		t.Run(command, func(t *testing.T) {
 			words := strings.Fields("/usr/bin/" + command)
-			args := append([]string{"--user", "--map-root-user", "--mount", "--pid", "--fork", "sh", "-ec", emulate, "emulate", root}, words...)
-			cmd := exec.CommandContext(t.Context(), "unshare", args...)
-			cmd.Env = append(os.Environ(), "QEMU=/usr/bin/qemu-aarch64-static")
-			out, err := cmd.CombinedOutput()
+			out, err := inEmulator(t, root, words...).CombinedOutput()
 			if err != nil || !strings.Contains(string(out), want) {
 				t.Errorf("%v, want output with %q:\n%s", err, want, out)
 			}

@@ -29,7 +29,7 @@ type build struct {
 	registry string
 	arches   []string
 	// programs and cLibraries are folders with one folder for each architecture: the programs, and
-	// what hack/c-library.sh made.
+	// what hack/c-library.sh made. The client's programs are in a folder of programs of their own.
 	programs, cLibraries string
 	chart, helm          string
 	out                  string
@@ -58,15 +58,8 @@ func buildCommand(flags *flag.FlagSet) func(context.Context, []string) error {
 }
 
 func (b *build) run(ctx context.Context) error {
-	// Only what an earlier call has made is removed: also the chart of another version.
-	charts, err := fs.Glob(os.DirFS(b.out), filepath.Base(b.chart)+"-*.tgz")
-	if err != nil {
+	if err := b.removeOld(); err != nil {
 		return err
-	}
-	for _, old := range append(charts, imageLayout, chartLayout, "sbom", provenanceFile, digestsFile, checksums, signatureFile) {
-		if err := os.RemoveAll(filepath.Join(b.out, old)); err != nil {
-			return err
-		}
 	}
 	images, err := oci.NewWithContext(ctx, filepath.Join(b.out, imageLayout))
 	if err != nil {
@@ -99,7 +92,11 @@ func (b *build) run(ctx context.Context) error {
 	if err := os.WriteFile(filepath.Join(b.out, digestsFile), []byte(digests), 0o644); err != nil {
 		return err
 	}
-	if err := b.describe(ctx, image, chart); err != nil {
+	archives, err := b.packArchives()
+	if err != nil {
+		return err
+	}
+	if err := b.describe(ctx, image, chart, archives); err != nil {
 		return err
 	}
 	sums, err := listChecksums(b.out)
@@ -110,8 +107,27 @@ func (b *build) run(ctx context.Context) error {
 	return os.WriteFile(filepath.Join(b.out, checksums), []byte(sums), 0o644)
 }
 
+// removeOld removes only what an earlier call has made: also the chart and the archives of another
+// version.
+func (b *build) removeOld() error {
+	old := []string{imageLayout, chartLayout, "sbom", provenanceFile, digestsFile, checksums, signatureFile}
+	for _, pattern := range []string{filepath.Base(b.chart) + "-*.tgz", client + "_*.tar.gz"} {
+		named, err := fs.Glob(os.DirFS(b.out), pattern)
+		if err != nil {
+			return err
+		}
+		old = append(old, named...)
+	}
+	for _, name := range old {
+		if err := os.RemoveAll(filepath.Join(b.out, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // describe writes the lists of contents and the provenance, which sign attaches.
-func (b *build) describe(ctx context.Context, image, chart ocispec.Descriptor) error {
+func (b *build) describe(ctx context.Context, image, chart ocispec.Descriptor, archives []subject) error {
 	f, err := openFolder(ctx, b.out)
 	if err != nil {
 		return err
@@ -132,11 +148,15 @@ func (b *build) describe(ctx context.Context, image, chart ocispec.Descriptor) e
 			return err
 		}
 	}
+	if err := b.describeArchives(archives); err != nil {
+		return err
+	}
 	p, err := b.provenance(ctx)
 	if err != nil {
 		return err
 	}
-	s, err := newStatement(provenancePredicate, p, subjectOf(b.imageRepository(), image), subjectOf(b.chartRepository(), chart))
+	subjects := append([]subject{subjectOf(b.imageRepository(), image), subjectOf(b.chartRepository(), chart)}, archives...)
+	s, err := newStatement(provenancePredicate, p, subjects...)
 	if err != nil {
 		return err
 	}

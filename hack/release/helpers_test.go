@@ -102,19 +102,16 @@ func buildRelease(t *testing.T, dir, commit string, change ...func(*build)) stri
 		t.Skip("SKIPPED: HELM names no helm program (make test-unit and make test-release set it)")
 	}
 	triplet := triplets[runtime.GOARCH]
+	ownProgram := dynamicProgram(t)
 	for _, program := range programs {
 		source := "/bin/ls"
 		if program == programs[0] {
-			source = dynamicProgram(t)
+			source = ownProgram
 		}
-		raw, err := os.ReadFile(source)
-		if err != nil {
-			t.Fatal(err)
-		}
-		write(t, filepath.Join(dir, "programs", runtime.GOARCH, program), raw)
-		write(t, filepath.Join(dir, "programs", runtime.GOARCH, "sbom", program+".cdx.json"), fmt.Appendf(nil,
-			`{"bomFormat":"CycloneDX","specVersion":"1.6","metadata":{"component":{"type":"application","name":%q}},`+
-				`"components":[{"bom-ref":"pkg:golang/example.com/m@v1.0.0","type":"library","name":"example.com/m"}]}`, program))
+		writeProgram(t, filepath.Join(dir, "programs", runtime.GOARCH), program, source)
+	}
+	for _, p := range clientPlatforms {
+		writeProgram(t, filepath.Join(dir, "programs", client, p.OS+"_"+p.Architecture), client, ownProgram)
 	}
 	library := filepath.Join(dir, "c-library", runtime.GOARCH)
 	write(t, filepath.Join(library, "libc6_2.36-1_"+runtime.GOARCH+".deb"), []byte("package"))
@@ -137,6 +134,19 @@ func buildRelease(t *testing.T, dir, commit string, change ...func(*build)) stri
 		t.Fatal(err)
 	}
 	return b.out
+}
+
+// writeProgram copies a program into a folder of programs, with a list of modules.
+func writeProgram(t *testing.T, dir, name, source string) {
+	t.Helper()
+	raw, err := os.ReadFile(source)
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(dir, name), raw)
+	write(t, filepath.Join(dir, "sbom", name+".cdx.json"), fmt.Appendf(nil,
+		`{"bomFormat":"CycloneDX","specVersion":"1.6","metadata":{"component":{"type":"application","name":%q}},`+
+			`"components":[{"bom-ref":"pkg:golang/example.com/m@v1.0.0","type":"library","name":"example.com/m"}]}`, name))
 }
 
 // dynamicProgram builds a small Go program that is linked with the C library.

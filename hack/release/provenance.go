@@ -87,6 +87,13 @@ func (b *build) provenance(ctx context.Context) (provenance, error) {
 			uses = append(uses, dependency{URI: used.purl(distribution), Digest: map[string]string{"sha256": hex.EncodeToString(sum[:])}})
 		}
 	}
+	for _, platform := range clientPlatforms {
+		info, err := buildinfo.ReadFile(filepath.Join(b.clientDir(platform), client))
+		if err != nil {
+			return p, err
+		}
+		internal[client+"_"+platform.OS+"_"+platform.Architecture] = map[string]string{"go": info.GoVersion}
+	}
 	p.BuildDefinition.InternalParameters, p.BuildDefinition.ResolvedDependencies = internal, uses
 	return p, nil
 }

@@ -94,7 +94,7 @@ func TestOtherVersionInTheFolderIsReplaced(t *testing.T) {
 		t.Errorf("charts %q: %v", charts, err)
 	}
 	sums, err := os.ReadFile(filepath.Join(m.dir, checksums))
-	if err != nil || strings.Count(string(sums), ".tgz") != 1 {
+	if err != nil || strings.Count(string(sums), ".tgz") != 1 || strings.Count(string(sums), ".tar.gz") != len(clientPlatforms) {
 		t.Errorf("%v:\n%s", err, sums)
 	}
 	m.run(t, "sign", "-key", m.key, m.dir)

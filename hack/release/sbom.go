@@ -32,37 +32,65 @@ func (b *build) sbom(arch string, image ocispec.Descriptor) (*cyclonedx.BOM, err
 	if err != nil {
 		return nil, err
 	}
-	components, refs := []cyclonedx.Component{libc}, []string{libc.BOMRef}
-	var dependencies []cyclonedx.Dependency
+	var parts contents
+	parts.add(libc)
 	for _, name := range slices.Sorted(maps.Keys(own)) {
-		files, err := fileComponents(map[string]imageFile{name: own[name]})
-		if err != nil {
+		list := ""
+		if slices.Contains(programs, filepath.Base(name)) {
+			list = filepath.Join(b.programs, arch, "sbom", filepath.Base(name)+".cdx.json")
+		}
+		if err := parts.addFile(name, own[name], list); err != nil {
 			return nil, err
 		}
-		if !slices.Contains(programs, filepath.Base(name)) {
-			components = append(components, files...)
-			continue
-		}
-		program, modules, err := readSBOM(filepath.Join(b.programs, arch, "sbom", filepath.Base(name)+".cdx.json"))
-		if err != nil {
-			return nil, err
-		}
-		program.BOMRef, program.Components = name, &files
-		var uses []string
-		for _, module := range modules {
-			uses = append(uses, module.BOMRef)
-			if !slices.ContainsFunc(components, func(c cyclonedx.Component) bool { return c.BOMRef == module.BOMRef }) {
-				components = append(components, module)
-			}
-		}
-		components, refs = append(components, program), append(refs, name)
-		dependencies = append(dependencies, cyclonedx.Dependency{Ref: name, Dependencies: &uses})
 	}
+	return parts.bom(whole), nil
+}
+
+// contents are the components of an image or an archive. refs are those that have files.
+type contents struct {
+	components   []cyclonedx.Component
+	refs         []string
+	dependencies []cyclonedx.Dependency
+}
+
+func (c *contents) add(component cyclonedx.Component) {
+	c.components, c.refs = append(c.components, component), append(c.refs, component.BOMRef)
+}
+
+// addFile adds a file with its hash. list is the list of its modules, if it is a program.
+func (c *contents) addFile(name string, file imageFile, list string) error {
+	files, err := fileComponents(map[string]imageFile{name: file})
+	if err != nil {
+		return err
+	}
+	if list == "" {
+		c.components = append(c.components, files...)
+		return nil
+	}
+	program, modules, err := readSBOM(list)
+	if err != nil {
+		return err
+	}
+	program.BOMRef, program.Components = name, &files
+	var uses []string
+	for _, module := range modules {
+		uses = append(uses, module.BOMRef)
+		if !slices.ContainsFunc(c.components, func(known cyclonedx.Component) bool { return known.BOMRef == module.BOMRef }) {
+			c.components = append(c.components, module)
+		}
+	}
+	c.add(program)
+	c.dependencies = append(c.dependencies, cyclonedx.Dependency{Ref: name, Dependencies: &uses})
+	return nil
+}
+
+// bom returns the list of whole, which consists of the components.
+func (c *contents) bom(whole cyclonedx.Component) *cyclonedx.BOM {
 	bom := cyclonedx.NewBOM()
-	bom.Metadata, bom.Components = &cyclonedx.Metadata{Component: &whole}, &components
-	dependencies = append(dependencies, cyclonedx.Dependency{Ref: purl, Dependencies: &refs})
+	bom.Metadata, bom.Components = &cyclonedx.Metadata{Component: &whole}, &c.components
+	dependencies := append(c.dependencies, cyclonedx.Dependency{Ref: whole.BOMRef, Dependencies: &c.refs})
 	bom.Dependencies = &dependencies
-	return bom, nil
+	return bom
 }
 
 // libcComponent describes the package of the C library, with its files in the image.

@@ -22,6 +22,9 @@ func TestTamperedFolderIsFound(t *testing.T) {
 		"a layer of the image": {func(t *testing.T, m made) { corrupt(t, m, m.open(t).image, layerOfImage) }, "mismatch"},
 		"the chart":            {func(t *testing.T, m made) { corrupt(t, m, m.open(t).chart, layerOfManifest) }, "mismatch"},
 		"the chart's archive":  {func(t *testing.T, m made) { appendTo(t, m, "gpu-dra-driver-0.1.0-rc.1.tgz") }, "differ from SHA256SUMS"},
+		"an archive of kubectl-gpu": {
+			func(t *testing.T, m made) { appendTo(t, m, archiveName(testVersion, clientPlatforms[0])) }, "differ from SHA256SUMS",
+		},
 		"a list of contents": {
 			func(t *testing.T, m made) { appendTo(t, m, "sbom/linux-"+runtime.GOARCH+".cdx.json") }, "differ from SHA256SUMS",
 		},
@@ -178,20 +181,67 @@ func TestFileThatIsNotListedIsFound(t *testing.T) {
 	m := makeRelease(t)
 	m.dir = buildRelease(t, t.TempDir(), someCommit)
 	path := filepath.Join(m.dir, "sbom", "linux-"+runtime.GOARCH+".cdx.json")
-	raw, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
+	replaceIn(t, path, `"/usr/bin/gpu-mps"`, `"/usr/bin/other"`)
+	m.signAgain(t)
+	if err := m.verify(t, m.dir); err == nil || !strings.Contains(err.Error(), `has hash "" for /usr/bin/gpu-mps`) {
+		t.Errorf("error is %v", err)
 	}
-	write(t, path, bytes.ReplaceAll(raw, []byte(`"/usr/bin/gpu-mps"`), []byte(`"/usr/bin/other"`)))
+}
+
+// The key's owner signed archives of kubectl-gpu that are incomplete or from another build.
+func TestWrongArchivesAreFound(t *testing.T) {
+	linux := archiveName(testVersion, clientPlatforms[0])
+	for name, c := range map[string]struct {
+		change func(*testing.T, made)
+		want   string
+	}{
+		"a platform is missing": {
+			func(t *testing.T, m made) {
+				if err := os.Remove(filepath.Join(m.dir, linux)); err != nil {
+					t.Fatal(err)
+				}
+			}, "the release has no kubectl-gpu for linux/amd64",
+		},
+		"an archive from another build": {func(t *testing.T, m made) { appendTo(t, m, linux) }, "but the provenance names"},
+		"a file that is not listed": {
+			func(t *testing.T, m made) {
+				replaceIn(t, filepath.Join(m.dir, archiveSBOM(linux)), `"name": "/kubectl-gpu"`, `"name": "/other"`)
+			}, `has hash "" for /kubectl-gpu`,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := makeRelease(t)
+			m.dir = buildRelease(t, t.TempDir(), someCommit)
+			c.change(t, m)
+			m.signAgain(t)
+			if err := m.verify(t, m.dir); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error is %v, want one with %q", err, c.want)
+			}
+		})
+	}
+}
+
+// signAgain signs the folder of a release that was changed, with checksums of what is there now.
+func (m made) signAgain(t *testing.T) {
+	t.Helper()
 	sums, err := listChecksums(m.dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	write(t, filepath.Join(m.dir, checksums), []byte(sums))
 	m.run(t, "sign", "-key", m.key, m.dir)
-	if err := m.verify(t, m.dir); err == nil || !strings.Contains(err.Error(), `has hash "" for /usr/bin/gpu-mps`) {
-		t.Errorf("error is %v", err)
+}
+
+func replaceIn(t *testing.T, path, before, after string) {
+	t.Helper()
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
 	}
+	if !bytes.Contains(raw, []byte(before)) {
+		t.Fatalf("%s has no %s", path, before)
+	}
+	write(t, path, bytes.ReplaceAll(raw, []byte(before), []byte(after)))
 }
 
 // Image and chart are both signed, but from different builds of the version.

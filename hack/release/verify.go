@@ -109,6 +109,9 @@ func (v *verifier) folder(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
+	if err := v.archives(f); err != nil {
+		return err
+	}
 	return v.artifacts(ctx, f.image, f.chart)
 }
 
@@ -215,15 +218,20 @@ func (v *verifier) contents(ctx context.Context, image artifact, platform ocispe
 	if err != nil {
 		return err
 	}
-	var bom cyclonedx.BOM
-	if err := cyclonedx.NewBOMDecoder(bytes.NewReader(raw), cyclonedx.BOMFileFormatJSON).Decode(&bom); err != nil {
-		return fmt.Errorf("read its list of contents: %w", err)
-	}
-	listed := hashesOfFiles(&bom)
 	found, err := image.files(ctx, platform)
 	if err != nil {
 		return err
 	}
+	return compareContents(platform.Platform.OS+"/"+platform.Platform.Architecture, raw, found)
+}
+
+// compareContents fails unless the list of contents has exactly these files, with these hashes.
+func compareContents(what string, list []byte, found map[string]string) error {
+	var bom cyclonedx.BOM
+	if err := cyclonedx.NewBOMDecoder(bytes.NewReader(list), cyclonedx.BOMFileFormatJSON).Decode(&bom); err != nil {
+		return fmt.Errorf("read its list of contents: %w", err)
+	}
+	listed := hashesOfFiles(&bom)
 	for _, name := range slices.Sorted(maps.Keys(found)) {
 		if listed[name] != found[name] {
 			return fmt.Errorf("its list of contents has hash %q for %s, which has %s", listed[name], name, found[name])
@@ -233,8 +241,7 @@ func (v *verifier) contents(ctx context.Context, image artifact, platform ocispe
 	if len(listed) > 0 {
 		return fmt.Errorf("it has no %q, which its list of contents names", slices.Sorted(maps.Keys(listed)))
 	}
-	fmt.Printf("  %s/%s: %d files as listed, %d components\n",
-		platform.Platform.OS, platform.Platform.Architecture, len(found), len(*bom.Components))
+	fmt.Printf("  %s: %d files as listed, %d components\n", what, len(found), len(*bom.Components))
 	return nil
 }
 
@@ -250,29 +257,36 @@ func (a artifact) files(ctx context.Context, image ocispec.Descriptor) (map[stri
 		if err != nil {
 			return nil, err
 		}
-		unzipped, err := gzip.NewReader(bytes.NewReader(raw))
-		if err != nil {
+		if err := hashFiles(raw, found); err != nil {
 			return nil, fmt.Errorf("unpack layer %s: %w", layer.Digest, err)
-		}
-		for files := tar.NewReader(unzipped); ; {
-			header, err := files.Next()
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			if err != nil {
-				return nil, fmt.Errorf("unpack layer %s: %w", layer.Digest, err)
-			}
-			if header.Typeflag == tar.TypeDir {
-				continue
-			}
-			hash := sha256.New()
-			if _, err := io.Copy(hash, files); err != nil { //nolint:gosec // the layer's digest was verified
-				return nil, fmt.Errorf("unpack layer %s: %w", layer.Digest, err)
-			}
-			found["/"+header.Name] = hex.EncodeToString(hash.Sum(nil))
 		}
 	}
 	return found, nil
+}
+
+// hashFiles adds the SHA-256 of each file in an archive, which is a compressed tar.
+func hashFiles(archive []byte, found map[string]string) error {
+	unzipped, err := gzip.NewReader(bytes.NewReader(archive))
+	if err != nil {
+		return err
+	}
+	for files := tar.NewReader(unzipped); ; {
+		header, err := files.Next()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if header.Typeflag == tar.TypeDir {
+			continue
+		}
+		hash := sha256.New()
+		if _, err := io.Copy(hash, files); err != nil { //nolint:gosec // the archive's digest was verified
+			return err
+		}
+		found["/"+header.Name] = hex.EncodeToString(hash.Sum(nil))
+	}
 }
 
 // installs verifies that the chart has the release's version and names the image by digest.
