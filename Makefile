@@ -216,7 +216,7 @@ test-release: release ## Make a release, run its kubectl-gpu and arm64 programs,
 	HELM=$$helm RELEASE=$(RELEASE_DIR) SIMULATOR=$(BUILD)/nvmlsim go test -count=1 .
 
 .PHONY: test-release-e2e
-test-release-e2e: release ## Install a release by helm from a registry on a real cluster (VERSION, REGISTRY; root)
+test-release-e2e: release ## Install a release by helm from a registry on a real cluster, which refuses tampered ones (VERSION, REGISTRY; root)
 	RELEASE=$(RELEASE_DIR) $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
 
 .PHONY: golden

@@ -74,8 +74,9 @@ func (w *world) buildReleaseTool(t *testing.T, name string) string {
 	return program
 }
 
-// A user installs a release with helm from a registry. The node's containerd pulls the image by the
-// digest in the chart, through a mirror of the registry that the release names.
+// A user verifies a release in a registry and installs it with helm. The node's containerd pulls
+// the image by the digest in the chart, through a mirror of the registry that the release names.
+// Before, neither containerd nor the user accepts what an attacker changed.
 func TestReleaseInstallsFromARegistry(t *testing.T) {
 	t.Parallel()
 	folder, image, chart := releaseFolder(t)
@@ -83,21 +84,22 @@ func TestReleaseInstallsFromARegistry(t *testing.T) {
 	w := bringUp(t, "release", simulator(t).Node(node, "l40s-x2"))
 	gateway := w.node(t, node).Address()
 	gateway = gateway[:strings.LastIndex(gateway, ".")] + ".1" // the host, as nodes see it
-	port := w.startRegistry(t, "127.0.0.1", gateway)
+	port := w.startRegistry(t, "127.0.0.1")
+	on := startMirror(t, gateway, "127.0.0.1:"+port)
 
 	registry, project, _ := strings.Cut(strings.TrimSuffix(image.repository, "/gpu-dra-driver"), "/")
-	local := "127.0.0.1:" + port + "/" + project
-	push := exec.CommandContext(t.Context(), w.buildReleaseTool(t, "."), "push", "-modified", "-unsigned", "-to", local, folder)
-	if out, err := push.CombinedOutput(); err != nil {
-		t.Fatalf("push the release: %v\n%s", err, out)
-	}
-	mirror := fmt.Sprintf(`mkdir -p /etc/containerd/certs.d/%[1]s
-printf '[host."http://%[2]s:%[3]s"]\ncapabilities = ["pull", "resolve"]\n' >/etc/containerd/certs.d/%[1]s/hosts.toml`,
-		registry, gateway, port)
-	w.on(t, node, "sh", "-ec", mirror)
+	r := w.signRelease(t, folder, image.tag, "127.0.0.1:"+port+"/"+project)
+	r.push(t)
+	configure := fmt.Sprintf(`mkdir -p /etc/containerd/certs.d/%[1]s
+printf '[host."http://%[2]s"]\ncapabilities = ["pull", "resolve"]\n' >/etc/containerd/certs.d/%[1]s/hosts.toml`,
+		registry, on.address)
+	w.on(t, node, "sh", "-ec", configure)
 
-	source := "oci://" + local + strings.TrimPrefix(chart.repository, registry+"/"+project)
-	install, err := w.ClientCommand(t.Context(), "helm", "install", clusterharness.Release, source,
+	t.Run("a changed image is refused", func(t *testing.T) { w.tenant(t).refusesChangedImage(on, r.folder, image) })
+	t.Run("a chart that changed on the way is refused", func(t *testing.T) { w.refusesChangedChart(t, on, r.folder, project, chart) })
+	t.Run("a replaced chart is found before its installation", func(t *testing.T) { w.findsReplacedChart(t, r, chart) })
+
+	install, err := w.ClientCommand(t.Context(), "helm", "install", clusterharness.Release, r.chart(),
 		"--version", chart.tag, "--plain-http", "--namespace", clusterharness.Namespace, "--create-namespace",
 		"--set", "driverRoot=/var/lib/nvmlsim/driver,hostPaths.sys=/var/lib/nvmlsim/sys,hostPaths.proc=/var/lib/nvmlsim/proc",
 		"--wait=legacy", "--timeout", "10m")
