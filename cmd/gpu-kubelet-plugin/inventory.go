@@ -18,7 +18,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -59,10 +58,11 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}
-	rules, err := rulesOf(cfg)
+	set, err := cfg.Settings.Compile()
 	if err != nil {
 		return asUsage(err)
 	}
+	rules := inventory.Rules{Policies: set.Policies, Shares: set.Shares}
 	var recordsErr error
 	rules.Records, recordsErr = recordsOf(cfg)
 	preview, err := rules.Preview(node)
@@ -93,14 +93,6 @@ const notChecked = `Not checked here:
   the GPUs' health: unhealthy GPUs have taints
 The plugin on this node reports all of these at /readyz (of its Pod's --http-address) and in Events (kubectl describe node).
 `
-
-// rulesOf parses two settings of the configuration: the MIG policies, and the rules that say which
-// devices several claims can share.
-func rulesOf(cfg *config.Config) (inventory.Rules, error) {
-	policies, err := device.ParsePolicies(cfg.MIGPolicy)
-	shares, sharesErr := device.ParseShares(cfg.Shares)
-	return inventory.Rules{Policies: policies, Shares: shares}, errors.Join(err, sharesErr)
-}
 
 // recordsOf opens the plugin's checkpoint records of the claims on this node. It returns an error
 // if there are none, because it creates no directory.

@@ -168,6 +168,13 @@ func TestInventoryUsesConfigurationAndRecords(t *testing.T) {
 	if _, err := plugin.Worker.CreateCompute(t.Context(), other, made.ID); err != nil {
 		t.Fatal(err)
 	}
+	settings := func(text string) string {
+		file := filepath.Join(t.TempDir(), "settings.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return "--settings=" + file
+	}
 	state := "--plugin-dir=" + h.Config().PluginDir
 	elsewhere := "--plugin-dir=" + filepath.Join(h.Root, "nothing")
 
@@ -178,14 +185,16 @@ func TestInventoryUsesConfigurationAndRecords(t *testing.T) {
 		"by default": {[]string{state}, []string{
 			ours + " static 1 x 1g.10gb", theirs + " static 1 x 3g.40gb", ours + ": the GPU is not offered whole while claims hold its partitions",
 		}},
-		"dynamic": {[]string{state, "--mig-policy=dynamic"}, []string{
+		"dynamic": {[]string{state, settings("mig: {policy: dynamic}")}, []string{
 			ours + "-mig-19-0 a claim", theirs + "-mig-9-4 an admin", ours + " dynamic 1 x whole, ", theirs + " dynamic 1 x 3g.40gb",
 			theirs + ": MIG instances exist that no claim created",
 		}},
-		"with a policy": {[]string{state, "--mig-policy=dynamic,0000:1b:00.0=off"}, []string{
+		"with a policy": {[]string{state, settings("mig: {policy: dynamic, rules: [{gpus: '0000:1b:00.0', policy: off}]}")}, []string{
 			ours + " off 1 x 1g.10gb", ours + ": the policy offers whole GPUs only: waiting for claims", theirs + " dynamic 1 x 3g.40gb",
 		}},
-		"with shares": {[]string{state, "--shares=*/3g*=shares:2"}, []string{theirs + " static 1 x 3g.40gb, 1 x 3g.40gb in 2 shares"}},
+		"with shares": {[]string{state, settings("shares: [{profile: 3g*, kind: shares, count: 2}]")}, []string{
+			theirs + " static 1 x 3g.40gb, 1 x 3g.40gb in 2 shares",
+		}},
 		"without records": {[]string{elsewhere}, []string{ours + "-mig-19-0 an admin",
 			"the plugin's records, so that MIG instances of claims are shown as an admin's: no records in " + h.Root}},
 		"what it cannot see": {[]string{state}, []string{
@@ -211,7 +220,8 @@ func TestInventoryUsesConfigurationAndRecords(t *testing.T) {
 		t.Errorf("inventory made a directory: %v", err)
 	}
 
-	out, errOut, code := inventoryOf(t, h.Root, state, "-o", "yaml", "--mig-policy=off", "--shares=shares:4", "--node-name=node-1")
+	offAndShares := settings("{mig: {policy: off}, shares: [{kind: shares, count: 4}]}")
+	out, errOut, code := inventoryOf(t, h.Root, state, "-o", "yaml", offAndShares, "--node-name=node-1")
 	if code != 0 || !strings.Contains(out, "\n# Not checked here:\n#   the Node's annotation") {
 		t.Errorf("%d: %s%s", code, out, errOut)
 	}
@@ -244,7 +254,7 @@ func TestInventoryFailsWhenPolicyOffersNothing(t *testing.T) {
 	if _, err := cuts.SetMode(t.Context(), node.GPUs[0].Card(), true); err != nil {
 		t.Fatal(err)
 	}
-	out, errOut, code := inventoryOf(t, h.Root, "--mig-policy=static", "--plugin-dir="+h.Config().PluginDir)
+	out, errOut, code := inventoryOf(t, h.Root, "--plugin-dir="+h.Config().PluginDir)
 	if code != exitFailed || !strings.Contains(errOut, "offers none of them") || !strings.Contains(out,
 		"nothing is offered: MIG mode is on and there is no MIG instance") {
 		t.Errorf("%d: %s%s", code, out, errOut)

@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
@@ -51,9 +52,11 @@ func (d *demo) showStandalone(ctx context.Context) (*clusterharness.Simulator, e
 	argv = []string{
 		plugin, "inventory", "--driver-root=" + filepath.Join(node, "driver"),
 		"--sysfs-root=" + filepath.Join(node, "sys"), "--proc-root=" + filepath.Join(node, "proc"),
-		"--mig-policy=dynamic", // as the demo installs the chart later
+		"--settings=/dev/stdin",
 	}
-	_, err = s.run(command(ctx, root, nil, argv...), short(root, argv...))
+	inventory := command(ctx, root, nil, argv...)
+	inventory.Stdin = strings.NewReader("mig: {policy: dynamic}") // as the demo installs the chart later
+	_, err = s.run(inventory, short(root, argv...)+" <<< 'mig: {policy: dynamic}'")
 	return sim, err
 }
 

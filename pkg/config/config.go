@@ -12,8 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/validation"
 	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
@@ -93,17 +91,8 @@ func (c *Config) Validate() error {
 			wrong(flag, "%q is not host:port: %w", address, err)
 		}
 	}
-	if _, err := device.ParsePolicies(c.MIGPolicy); err != nil {
-		wrong("mig-policy", "%w", err)
-	}
-	if _, err := device.ParseShares(c.Shares); err != nil {
-		wrong("shares", "%w", err)
-	}
-	if _, err := health.ParseEffects(c.HealthEffects); err != nil {
-		wrong("health-effects", "%w", err)
-	}
-	if _, err := health.ParseRules(c.XIDRules); err != nil {
-		wrong("xid-rules", "%w", err)
+	if _, err := c.Settings.Compile(); err != nil {
+		wrong("settings", "%w", err)
 	}
 	for label := range strings.SplitSeq(c.ReleaseLabels, ",") {
 		for _, msg := range utilvalidation.IsQualifiedName(label) {

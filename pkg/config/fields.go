@@ -6,7 +6,7 @@ import (
 
 	"github.com/spf13/pflag"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 // Config is the resolved configuration of one plugin process. A new setting needs a field, a
@@ -38,15 +38,14 @@ type Config struct {
 	MPS             bool
 	ShmRoot         string
 	CRISocket       string
-	MIGPolicy       string
-	Shares          string
-	HealthEffects   string
-	XIDRules        string
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
 	ClaimStatus     bool
 
 	RequireValidation bool
+	// SettingsFile is the file with Settings, which has the defaults if there is no file.
+	SettingsFile string
+	Settings     settings.Document
 	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
 	// same node: ConflictRefuse or ConflictWarn.
 	DevicePluginConflict string
@@ -70,7 +69,6 @@ func Default() *Config {
 		SysfsRoot:            "/sys",
 		ProcRoot:             "/proc",
 		HookSource:           "/usr/bin/nvidia-cdi-hook",
-		HealthEffects:        health.DefaultEffects,
 		ReleaseLabels:        "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
 		ClaimGrace:           5 * time.Minute,
 		ClaimStatus:          true,
@@ -147,30 +145,11 @@ func (c *Config) Fields() []Field {
 	emptyOrPath(&c.CRISocket, "cri-socket",
 		"socket of the container runtime, which the plugin asks every minute whether CDI is enabled; empty means that "+
 			"it does not ask")
-	str(&c.MIGPolicy, "mig-policy",
-		"how GPUs with MIG are offered, as [SELECTOR=]POLICY,... SELECTOR is a PCI address, a UUID or a product name "+
-			"with * for anything. POLICY is static (default), dynamic, adopt or off. With static a GPU is offered whole, or "+
-			"as an admin partitioned it. With dynamic it is offered whole and in every partition, made when claims ask for "+
-			"it. adopt is dynamic, and removes idle instances that an admin made. off offers whole GPUs only. "+
-			"dynamic(PROFILE,...) and adopt(PROFILE,...) offer only partitions of these profiles. The last rule that "+
-			"matches a GPU applies. The Node annotation gpu.nvidia.com/mig-policy takes precedence")
-	str(&c.HealthEffects, "health-effects",
-		"how the state of a device's health affects scheduling, as STATE=EFFECT,...: STATE is lost, unhealthy, unknown "+
-			"or degraded; EFFECT is the effect of the device's taint: off (no taint), none (a taint that only informs), "+
-			"NoSchedule or NoExecute; states that are not named keep their default")
-	str(&c.XIDRules, "xid-rules",
-		"what XIDs mean where the built-in table should not apply, as CODE=WEIGHT,...: WEIGHT is ignore (only "+
-			"counted), app (reported, never withdraws a device), degraded or unhealthy (until a reset is seen)")
+	emptyOrPath(&c.SettingsFile, "settings",
+		"YAML file with mig, shares, health and xidRules, as the chart's values have them; empty means the defaults")
 	str(&c.ReleaseLabels, "release-labels",
 		"the Node's labels, separated by commas, that ask the plugin to release the hardware while their value "+
 			"contains paused-for-; k8s-driver-manager sets it before it changes the driver")
-	str(&c.Shares, "shares",
-		"which devices several claims may hold at once, as [SELECTOR[/PROFILE]=]KIND,... SELECTOR is a PCI address, a "+
-			"UUID, a product name with * for anything, or #N for the GPU at place N by PCI address. PROFILE selects "+
-			"partitions. Without it the rule is for whole GPUs. KIND is fractions (of memory and compute units, enforced "+
-			"by MPS), shares:N (N shares, time-sliced and without limits) or off (default). The last rule that matches "+
-			"a device applies")
-
 	str(&c.DevicePluginConflict, "device-plugin-conflict",
 		"what to do while NVIDIA's device plugin offers GPUs of the same node (nvidia.com/gpu or nvidia.com/mig-* in "+
 			"the Node's capacity): refuse (prepare nothing, and taint the devices) or warn")

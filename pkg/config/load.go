@@ -9,6 +9,8 @@ import (
 
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 // ErrHelp is the error of [Load] for --help, after Load has printed the usage.
@@ -45,6 +47,12 @@ func Load(command string, args []string, lookupEnv func(string) (string, bool), 
 		return nil, err
 	}
 	c.complete()
+	if c.SettingsFile != "" {
+		var err error
+		if c.Settings, err = settings.ReadFile(c.SettingsFile); err != nil {
+			return nil, fmt.Errorf("--settings: %w", err)
+		}
+	}
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}

@@ -46,30 +46,3 @@ func FuzzParsePCIAddress(f *testing.F) {
 		}
 	})
 }
-
-// FuzzParsePolicies expects that valid rules give every GPU a valid policy, and that the policy's
-// text form can be parsed again.
-func FuzzParsePolicies(f *testing.F) {
-	for _, s := range []string{
-		"", "dynamic", "0=static,*=off", "GPU-x=adopt", "=", "a=b=c", "0000:1b:00.0=off", ",,,", "*=", "99999999999999999999=off", "-1=off",
-		"dynamic(1g.10gb,3g.40gb),x=off", "adopt( 1g.24gb+me.all )", "dynamic(", "dynamic()", "(=dynamic,off", "a)b(=off", "static(1g.10gb)",
-	} {
-		f.Add(s)
-	}
-	gpu := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-x", ProductName: "NVIDIA H100"}
-	f.Fuzz(func(t *testing.T, s string) {
-		p, err := ParsePolicies(s)
-		if err != nil {
-			return
-		}
-		got := p.For(gpu)
-		switch got.Mode {
-		case PolicyDynamic, PolicyStatic, PolicyOff, PolicyAdopt:
-		default:
-			t.Errorf("%q sets policy %q", s, got)
-		}
-		if again, err := ParsePolicies(got.String()); err != nil || again.For(gpu).String() != got.String() {
-			t.Errorf("%q sets policy %q, which is parsed as %q, %v", s, got, again.For(gpu), err)
-		}
-	})
-}

@@ -93,12 +93,12 @@ func (f *fleet) policy(i int) {
 }
 
 func (f *fleet) rules() {
-	rules := []string{"", "", "", "fractions", "shares:2", "#0=shares:3", "*/1g*=shares:2", "fractions,*/*=fractions",
-		"*/1c*=shares:2"}[f.random.IntN(9)]
-	var err error
-	if f.shares, err = ParseShares(rules); err != nil {
-		f.t.Fatal(err)
-	}
+	rules := []string{
+		"", "", "", "[{kind: fractions}]", "[{kind: shares, count: 2}]", "[{index: 0, kind: shares, count: 3}]",
+		"[{profile: '1g*', kind: shares, count: 2}]", "[{kind: fractions}, {profile: '*', kind: fractions}]",
+		"[{profile: '1c*', kind: shares, count: 2}]",
+	}[f.random.IntN(9)]
+	f.shares = shareRules(f.t, rules)
 	f.log = append(f.log, fmt.Sprintf("shares are %q", rules))
 }
 

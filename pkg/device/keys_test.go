@@ -59,13 +59,11 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	}
 	versions := []Driver{{Version: m.TypicalDriverVersion.Value, CUDAVersion: m.TypicalCUDAVersion.Value}, {Version: "vgpu-x"}}
 	for i, g := range []GPU{full, bare} {
-		for _, rules := range []string{"", "fractions,*/*=fractions", "shares:4,*/*=shares:4"} {
-			shares, err := ParseShares(rules)
-			if err != nil {
-				t.Fatal(err)
-			}
+		for _, rules := range []string{
+			"", "[{kind: fractions}, {profile: '*', kind: fractions}]", "[{kind: shares, count: 4}, {profile: '*', kind: shares, count: 4}]",
+		} {
 			for _, o := range layoutsOf(g) {
-				o.Shares = shares
+				o.Shares = shareRules(t, rules)
 				for _, slice := range Slices(Offer([]Offering{o}), versions[i], PartitionTypes) {
 					for _, d := range slice.Devices {
 						visit(d)

@@ -1,12 +1,13 @@
 package device
 
 import (
-	"errors"
 	"fmt"
 	"path"
 	"regexp"
 	"slices"
 	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 // PolicyMode says what the plugin may do with the partitions of a GPU.
@@ -36,7 +37,7 @@ type Policy struct {
 	Profiles []string
 }
 
-// String returns the policy in the form that ParsePolicies reads.
+// String returns the policy for messages: dynamic(1g.10gb,3g.40gb).
 func (p Policy) String() string {
 	if len(p.Profiles) == 0 {
 		return string(p.Mode)
@@ -80,68 +81,68 @@ type policyRule struct {
 	policy   Policy
 }
 
-// ParsePolicies parses rules of the form [SELECTOR=]MODE[(PROFILE,...)], separated by commas. A
-// selector is a PCI address, a UUID or a product name, with * as a wildcard. Without a selector the
-// rule applies to every GPU. The last rule that matches a GPU applies.
-func ParsePolicies(s string) (Policies, error) {
-	rules, err := parseRules("MIG policy", s, func(gpus, policy string) (policyRule, error) {
-		var rule policyRule
-		var err error
-		if rule.policy, err = parsePolicy(policy); err != nil {
-			return rule, err
-		}
-		rule.selector, err = parseSelector(gpus)
-		return rule, err
-	})
-	return Policies{rules}, err
+// MIGSettings is the setting "mig": how GPUs with MIG are offered.
+type MIGSettings struct {
+	// Policy and Profiles apply to GPUs that no rule selects.
+	Policy   PolicyMode `yaml:"policy,omitempty"`
+	Profiles []string   `yaml:"profiles,omitempty"`
+	// Rules are for some GPUs. The last rule that selects a GPU applies.
+	Rules []MIGRule `yaml:"rules,omitempty"`
 }
 
-func parsePolicy(s string) (Policy, error) {
-	mode, list, listed := strings.Cut(s, "(")
-	p := Policy{Mode: PolicyMode(strings.TrimSpace(mode))}
-	switch p.Mode {
-	case PolicyDynamic, PolicyAdopt:
-	case PolicyStatic, PolicyOff:
-		if listed {
-			return p, fmt.Errorf("%s takes no profiles: want %s alone, or %s(PROFILE,...)", p.Mode, p.Mode, PolicyDynamic)
+// MIGRule is the policy of the GPUs that GPUs selects: a PCI address, a UUID or a product name,
+// with * as a wildcard. If GPUs is empty, the rule applies to every GPU.
+type MIGRule struct {
+	GPUs     string     `yaml:"gpus,omitempty"`
+	Policy   PolicyMode `yaml:"policy"`
+	Profiles []string   `yaml:"profiles,omitempty"`
+}
+
+// Policies returns the policies that the settings set, or the invalid fields below at.
+func (s MIGSettings) Policies(at *field.Path) (Policies, field.ErrorList) {
+	var p Policies
+	var errs field.ErrorList
+	add := func(at *field.Path, r MIGRule) {
+		selector, err := parseSelector(at.Child("gpus"), r.GPUs)
+		errs = append(append(errs, err...), r.validate(at)...)
+		p.rules = append(p.rules, policyRule{selector, Policy{r.Policy, r.Profiles}})
+	}
+	if s.Policy != "" || len(s.Profiles) > 0 {
+		add(at, MIGRule{Policy: s.Policy, Profiles: s.Profiles})
+	}
+	for i, r := range s.Rules {
+		add(at.Child("rules").Index(i), r)
+	}
+	if len(errs) > 0 {
+		return Policies{}, errs
+	}
+	return p, nil
+}
+
+func (r MIGRule) validate(at *field.Path) field.ErrorList {
+	modes := []PolicyMode{PolicyStatic, PolicyDynamic, PolicyAdopt, PolicyOff}
+	if !slices.Contains(modes, r.Policy) {
+		return field.ErrorList{field.Invalid(at.Child("policy"), r.Policy, `want static, dynamic, adopt or "off" (in quotes)`)}
+	}
+	if creates := (Policy{Mode: r.Policy}).CreatesInstances(); !creates && len(r.Profiles) > 0 {
+		return field.ErrorList{field.Invalid(at.Child("profiles"), r.Profiles,
+			fmt.Sprintf("policy %s takes no profiles: leave them out, or use policy %s or %s", r.Policy, PolicyDynamic, PolicyAdopt))}
+	}
+	var errs field.ErrorList
+	for i, name := range r.Profiles {
+		if !profileForm.MatchString(name) {
+			errs = append(errs, field.Invalid(at.Child("profiles").Index(i), name, "is not a profile: want one like 1g.10gb or 1g.10gb+me"))
 		}
-	default:
-		return p, fmt.Errorf("want %s, %s, %s or %s, %s(PROFILE,...), or SELECTOR= and one of these",
-			PolicyStatic, PolicyDynamic, PolicyAdopt, PolicyOff, PolicyDynamic)
+		if slices.Contains(r.Profiles[:i], name) {
+			errs = append(errs, field.Duplicate(at.Child("profiles").Index(i), name))
+		}
 	}
-	if !listed {
-		return p, nil
-	}
-	list, closed := strings.CutSuffix(list, ")")
-	if !closed {
-		return p, fmt.Errorf("want a list of profiles that ends with a parenthesis, as in %s(1g.10gb,3g.40gb)", p.Mode)
-	}
-	var err error
-	p.Profiles, err = parseProfiles(p.Mode, list)
-	return p, err
+	return errs
 }
 
 // profileForm matches names of GPU instance profiles as NVML writes them: 1g.10gb, 1g.24gb-me,
 // 2g.48gb+me.all.
 var profileForm = regexp.MustCompile(`^[0-9]+g\.[0-9]+gb([+-][a-z0-9]+(\.[a-z0-9]+)*)*$`)
-
-func parseProfiles(mode PolicyMode, list string) ([]string, error) {
-	if strings.TrimSpace(list) == "" {
-		return nil, fmt.Errorf("the list of profiles is empty: want %s for every profile, or %s(1g.10gb,3g.40gb) for some", mode, mode)
-	}
-	var profiles []string
-	for name := range strings.SplitSeq(list, ",") {
-		name = strings.TrimSpace(name)
-		if !profileForm.MatchString(name) {
-			return nil, fmt.Errorf("%q is not a profile: want one like 1g.10gb or 1g.10gb+me", name)
-		}
-		if slices.Contains(profiles, name) {
-			return nil, fmt.Errorf("profile %s is listed twice: want it once", name)
-		}
-		profiles = append(profiles, name)
-	}
-	return profiles, nil
-}
 
 // And returns the rules of p and of more. The rules of more take precedence.
 func (p Policies) And(more Policies) Policies {
@@ -162,15 +163,17 @@ func (p Policies) For(g GPU) Policy {
 // selector selects GPUs by PCI address, UUID or product name, in which * is a wildcard.
 type selector string
 
-// parseSelector parses a selector. Its errors do not say which setting the selector belongs to, so
-// the caller must add that.
-func parseSelector(s string) (selector, error) {
+// parseSelector parses a selector, which is every GPU if it is empty.
+func parseSelector(at *field.Path, s string) (selector, field.ErrorList) {
+	if s == "" {
+		return "*", nil
+	}
 	if address, err := ParsePCIAddress(s); err == nil {
 		s = string(address)
 	}
 	s = strings.ToLower(s)
-	if _, err := path.Match(s, ""); err != nil || s == "" {
-		return "", fmt.Errorf("%q is not a selector: want a PCI address, a UUID or a product name, with * as a wildcard", s)
+	if _, err := path.Match(s, ""); err != nil {
+		return "", field.ErrorList{field.Invalid(at, s, "is not a selector: want a PCI address, a UUID or a product name, with * as a wildcard")}
 	}
 	return selector(s), nil
 }
@@ -184,50 +187,4 @@ func (s selector) matches(g GPU) bool {
 		}
 	}
 	return false
-}
-
-// parseRules splits text into rules of the form [SELECTOR=]KIND at the commas outside parentheses,
-// and calls parse for each rule, with the selector "*" if it has none. The name of the setting,
-// which errors begin with, is the parameter "of".
-func parseRules[R any](of, text string, parse func(selector, kind string) (R, error)) ([]R, error) {
-	var rules []R
-	for _, rule := range splitRules(text) {
-		rule = strings.TrimSpace(rule)
-		if rule == "" {
-			continue
-		}
-		what, kind := "*", rule
-		if i := strings.LastIndex(rule, "="); i >= 0 {
-			what, kind = strings.TrimSpace(rule[:i]), strings.TrimSpace(rule[i+1:])
-		}
-		r, err := parse(what, kind)
-		if err == nil && strings.Count(rule, "(") != strings.Count(rule, ")") {
-			err = errors.New("the parentheses do not match: close each one before the next rule")
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%s %q: %w", of, rule, err)
-		}
-		rules = append(rules, r)
-	}
-	return rules, nil
-}
-
-// splitRules splits text at commas outside parentheses. A parenthesis that is never closed extends
-// to the end.
-func splitRules(text string) []string {
-	depth := 0
-	var rules []string
-	start := 0
-	for i, c := range text {
-		switch {
-		case c == '(':
-			depth++
-		case c == ')':
-			depth = max(0, depth-1)
-		case c == ',' && depth == 0:
-			rules = append(rules, text[start:i])
-			start = i + 1
-		}
-	}
-	return append(rules, text[start:])
 }

@@ -1,77 +1,69 @@
 package device
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 func TestLastMatchingPolicyRuleApplies(t *testing.T) {
 	h100 := GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-Abc", ProductName: "NVIDIA H100 80GB HBM3"}
-	for rules, want := range map[string]string{
-		"":                              "static",
-		"dynamic":                       "dynamic",
-		"static":                        "static",
-		"*=off":                         "off",
-		"static, 0000:1b:00.0 = adopt":  "adopt",
-		"static,00000000:1B:00.0=off":   "off",
-		"dynamic,0000:43:00.0=off":      "dynamic",
-		"gpu-abc=dynamic":               "dynamic",
-		"NVIDIA H100*=dynamic":          "dynamic",
-		"*a100*=dynamic":                "static",
-		"0000:1b:00.0=static,*=dynamic": "dynamic",
+	for settings, want := range map[string]string{
+		"":                                  "static",
+		"policy: dynamic":                   "dynamic",
+		"policy: static":                    "static",
+		"policy: off":                       "off",
+		"rules: [{gpus: '*', policy: off}]": "off",
+		"rules: [{policy: off}]":            "off",
+		"{policy: static, rules: [{gpus: '0000:1b:00.0', policy: adopt}]}":   "adopt",
+		"{policy: static, rules: [{gpus: '00000000:1B:00.0', policy: off}]}": "off",
+		"{policy: dynamic, rules: [{gpus: '0000:43:00.0', policy: off}]}":    "dynamic",
+		"rules: [{gpus: gpu-abc, policy: dynamic}]":                          "dynamic",
+		"rules: [{gpus: NVIDIA H100*, policy: dynamic}]":                     "dynamic",
+		"rules: [{gpus: '*a100*', policy: dynamic}]":                         "static",
+		"rules: [{gpus: '0000:1b:00.0', policy: static}, {policy: dynamic}]": "dynamic",
 
-		"dynamic(1g.10gb)": "dynamic(1g.10gb)",
-		"static,NVIDIA H100*=dynamic(1g.10gb,3g.40gb),*a100*=adopt(1g.5gb)": "dynamic(1g.10gb,3g.40gb)",
-		" adopt ( 2g.48gb+me.all , 1g.24gb-me,1g.24gb+gfx ) ":               "adopt(2g.48gb+me.all,1g.24gb-me,1g.24gb+gfx)",
-		"NVIDIA (old, slow)*=off,dynamic(1g.10gb)":                          "dynamic(1g.10gb)",
+		"{policy: dynamic, profiles: [1g.10gb]}": "dynamic(1g.10gb)",
+		"rules: [{gpus: NVIDIA H100*, policy: dynamic, profiles: [1g.10gb, 3g.40gb]}, " +
+			"{gpus: '*a100*', policy: adopt, profiles: [1g.5gb]}]": "dynamic(1g.10gb,3g.40gb)",
+		"{policy: adopt, profiles: [2g.48gb+me.all, 1g.24gb-me]}":                                     "adopt(2g.48gb+me.all,1g.24gb-me)",
+		"rules: [{gpus: 'NVIDIA (old, slow)*', policy: off}, {policy: dynamic, profiles: [1g.10gb]}]": "dynamic(1g.10gb)",
 	} {
-		p, err := ParsePolicies(rules)
-		if got := p.For(h100); err != nil || got.String() != want {
-			t.Errorf("%q sets %s, %v; want %s", rules, got, err, want)
+		p, errs := fromYAML[MIGSettings](t, settings).Policies(nil)
+		if got := p.For(h100); errs != nil || got.String() != want {
+			t.Errorf("%q sets %s, %v; want %s", settings, got, errs, want)
 		}
 	}
 }
 
-func TestInvalidPolicyErrorsQuoteTheRule(t *testing.T) {
-	const modes = "want static, dynamic, adopt or off"
-	for rules, says := range map[string]string{
-		"always":                   modes,
-		"static=":                  modes,
-		"=static":                  "not a selector",
-		"[=static":                 "not a selector",
-		"a=b=c":                    modes,
-		"off,dynamic()":            "is empty: want dynamic for every profile, or dynamic(1g.10gb,3g.40gb)",
-		"adopt( )":                 "is empty: want adopt for every profile",
-		"static(1g.10gb)":          "static takes no profiles: want static alone",
-		"*=off(1g.10gb)":           "off takes no profiles",
-		"dynamic(1g.10gb,off":      "want a list of profiles that ends with a parenthesis",
-		"dynamic(1g.10gb)x":        "want a list of profiles that ends with a parenthesis",
-		"dynamic)":                 modes,
-		"x(=dynamic":               "parentheses do not match",
-		"x(=dynamic,y=off":         "parentheses do not match",
-		"dynamic(foo)":             `"foo" is not a profile: want one like 1g.10gb`,
-		"dynamic(1g.10gb,)":        `"" is not a profile`,
-		"dynamic(MIG 1g.10gb)":     `"MIG 1g.10gb" is not a profile`,
-		"dynamic(1c.3g.40gb)":      `"1c.3g.40gb" is not a profile`,
-		"dynamic(1g.10gb*)":        `"1g.10gb*" is not a profile`,
-		"dynamic(1g.10gb,1g.10gb)": "profile 1g.10gb is listed twice",
+func TestInvalidPoliciesNameTheField(t *testing.T) {
+	for settings, says := range map[string]string{
+		"policy: always":                                  `mig.policy: Invalid value: "always": want static, dynamic, adopt or "off"`,
+		"profiles: [1g.10gb]":                             `mig.policy: Invalid value: ""`,
+		"rules: [{gpus: '*'}]":                            `mig.rules[0].policy: Invalid value: ""`,
+		"rules: [{gpus: '[', policy: static}]":            `mig.rules[0].gpus: Invalid value: "[": is not a selector`,
+		"{policy: static, profiles: [1g.10gb]}":           "mig.profiles: Invalid value: [\"1g.10gb\"]: policy static takes no profiles",
+		"rules: [{policy: off, profiles: [1g.10gb]}]":     "mig.rules[0].profiles: Invalid value: [\"1g.10gb\"]: policy off takes no profiles",
+		"{policy: dynamic, profiles: [foo]}":              `mig.profiles[0]: Invalid value: "foo": is not a profile: want one like 1g.10gb`,
+		"{policy: dynamic, profiles: [1g.10gb, '']}":      `mig.profiles[1]: Invalid value: ""`,
+		"{policy: dynamic, profiles: [MIG 1g.10gb]}":      "is not a profile",
+		"{policy: dynamic, profiles: [1c.3g.40gb]}":       "is not a profile",
+		"{policy: dynamic, profiles: [1g.10gb*]}":         "is not a profile",
+		"{policy: dynamic, profiles: [1g.10gb, 1g.10gb]}": `mig.profiles[1]: Duplicate value: "1g.10gb"`,
 	} {
-		_, err := ParsePolicies(rules)
-		if err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("%q: %v; want %q", rules, err, says)
-			continue
-		}
-		quoted := strings.TrimPrefix(strings.TrimPrefix(rules, "off,"), "static,")
-		if !strings.Contains(err.Error(), `"`+quoted+`"`) {
-			t.Errorf("%q: %v does not quote the rule", rules, err)
+		p, errs := fromYAML[MIGSettings](t, settings).Policies(field.NewPath("mig"))
+		if !strings.Contains(fmt.Sprint(errs), says) || len(p.rules) > 0 {
+			t.Errorf("%q: %v; want %q", settings, errs, says)
 		}
 	}
 }
 
 func TestAddedPoliciesTakePrecedence(t *testing.T) {
-	configured, _ := ParsePolicies("static")
-	annotated, _ := ParsePolicies("0000:1b:00.0=dynamic")
+	configured, _ := MIGSettings{Policy: PolicyStatic}.Policies(nil)
+	annotated, _ := MIGSettings{Rules: []MIGRule{{GPUs: "0000:1b:00.0", Policy: PolicyDynamic}}}.Policies(nil)
 	both := configured.And(annotated)
 	if got := both.For(GPU{PCIAddress: "0000:1b:00.0"}); got.Mode != PolicyDynamic {
 		t.Error(got)

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"go.yaml.in/yaml/v3"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/ptr"
@@ -19,15 +20,30 @@ import (
 // sharing returns offerings of the GPUs under the policy dynamic, with these share rules.
 func sharing(t *testing.T, rules string, gpus ...GPU) []Offering {
 	t.Helper()
-	r, err := ParseShares(rules)
-	if err != nil {
-		t.Fatal(err)
-	}
 	offerings := dynamic(gpus...)
 	for i := range offerings {
-		offerings[i].Shares = r
+		offerings[i].Shares = shareRules(t, rules)
 	}
 	return offerings
+}
+
+// shareRules returns the rules of the setting "shares" with this value in YAML.
+func shareRules(t *testing.T, value string) ShareRules {
+	t.Helper()
+	r, errs := NewShareRules(fromYAML[[]ShareRule](t, value), nil)
+	if errs != nil {
+		t.Fatal(value, errs)
+	}
+	return r
+}
+
+// fromYAML returns the value that the YAML text has.
+func fromYAML[T any](t *testing.T, text string) (value T) {
+	t.Helper()
+	if err := yaml.Unmarshal([]byte(text), &value); err != nil {
+		t.Fatal(text, err)
+	}
+	return value
 }
 
 // node returns one GPU of each model in keys.
@@ -55,7 +71,7 @@ const (
 func TestPublishedShare(t *testing.T) {
 	gpus := node(t, l40sKey)
 	var published []string
-	for _, rules := range []string{"fractions", "shares:4"} {
+	for _, rules := range []string{"[{kind: fractions}]", "[{kind: shares, count: 4}]"} {
 		shapes := Offer(sharing(t, rules, gpus...))
 		if len(shapes) != 2 || shapes[1].GPU().UUID != gpus[0].UUID {
 			t.Fatalf("%s: %v", rules, shapes)
@@ -99,7 +115,8 @@ func TestMemoryLimitAttributeOfShares(t *testing.T) {
 		gpus[i].ContainerLimits = true
 	}
 	limits := map[string]string{}
-	for _, s := range Offer(sharing(t, "fractions,*/1g.10gb=fractions,#1=shares:2", gpus...)) {
+	const rules = "[{kind: fractions}, {profile: 1g.10gb, kind: fractions}, {index: 1, kind: shares, count: 2}]"
+	for _, s := range Offer(sharing(t, rules, gpus...)) {
 		if limit, ok := s.Device(Driver{Version: "615.65.06", CUDAVersion: "13.4"}).Attributes["memoryLimit"]; ok {
 			limits[s.Name()] = *limit.StringValue
 		}
@@ -120,7 +137,7 @@ func TestMemoryLimitAttributeOfShares(t *testing.T) {
 // A share device must have the attributes of its unshared device, except for the type, so that
 // claims and classes can select it in the same way.
 func TestShareHasAttributesOfItsDevice(t *testing.T) {
-	shapes := Offer(sharing(t, "fractions,*/*=shares:3", node(t, h100Key, l40sKey)...))
+	shapes := Offer(sharing(t, "[{kind: fractions}, {profile: '*', kind: shares, count: 3}]", node(t, h100Key, l40sKey)...))
 	devices := map[string]resourceapi.Device{}
 	for _, s := range shapes {
 		devices[s.Name()] = s.Device(Driver{Version: "580.65.06", CUDAVersion: "13.0"})
@@ -168,13 +185,16 @@ func TestUnsharedDevicesIgnoreShareRules(t *testing.T) {
 		return string(data)
 	}
 	want := publish(dynamic(gpus...))
-	for _, rules := range []string{"", "off", "*/*=off", "NVIDIA B200=fractions", "fractions,off", "#9=shares:2", "*/5g*=fractions"} {
+	for _, rules := range []string{
+		"", "[{kind: 'off'}]", "[{profile: '*', kind: 'off'}]", "[{gpus: NVIDIA B200, kind: fractions}]",
+		"[{kind: fractions}, {kind: 'off'}]", "[{index: 9, kind: shares, count: 2}]", "[{profile: '5g*', kind: fractions}]",
+	} {
 		if diff := cmp.Diff(want, publish(sharing(t, rules, gpus...))); diff != "" {
 			t.Errorf("%q: %s", rules, diff)
 		}
 	}
 	// A rule for one GPU must apply only to that GPU.
-	for _, s := range Offer(sharing(t, "#2=fractions,#1/7g*=shares:2", gpus...)) {
+	for _, s := range Offer(sharing(t, "[{index: 2, kind: fractions}, {index: 1, profile: '7g*', kind: shares, count: 2}]", gpus...)) {
 		_, shared := s.(Shared)
 		if want := s.Name() == "gpu-0000-02-00-0-share" || s.Name() == "gpu-0000-01-00-0-mig-0-0-share"; shared != want {
 			t.Errorf("%s is a share: %v", s.Name(), shared)
@@ -191,7 +211,11 @@ func TestSharesOfEveryModelPublishValidSlices(t *testing.T) {
 			if g.MIG != nil {
 				gpus = migCapable(known, 9)
 			}
-			for _, rules := range []string{"fractions,*/*=fractions", "shares:2,*/*=shares:1000", "fractions,*/1g*=shares:3"} {
+			for _, rules := range []string{
+				"[{kind: fractions}, {profile: '*', kind: fractions}]",
+				"[{kind: shares, count: 2}, {profile: '*', kind: shares, count: 1000}]",
+				"[{kind: fractions}, {profile: '1g*', kind: shares, count: 3}]",
+			} {
 				offerings := sharing(t, rules, gpus...)
 				m := offered(t, offerings, Driver{Version: "580.65.06"})
 				checkAPILimits(t, m)
@@ -201,13 +225,13 @@ func TestSharesOfEveryModelPublishValidSlices(t *testing.T) {
 						shared++
 					}
 				}
-				if !known.HasMemoryInfo() && !strings.HasPrefix(rules, "shares") {
+				if !known.HasMemoryInfo() && !strings.HasPrefix(rules, "[{kind: shares") {
 					if shared > 0 {
 						t.Errorf("%s: a GPU with unknown memory is offered in fractions", rules)
 					}
 					continue
 				}
-				if n := len(Offer(offerings)); !strings.Contains(rules, "/1g") && 2*shared != n || shared == 0 {
+				if n := len(Offer(offerings)); !strings.Contains(rules, "1g*") && 2*shared != n || shared == 0 {
 					t.Errorf("%s: %d of %d devices are shares", rules, shared, n)
 				}
 				existing := slices.Clone(offerings)
@@ -251,19 +275,19 @@ func TestDevicesThatCannotBeShared(t *testing.T) {
 			UUID: "GPU-1", MemoryBytes: 3<<30 - 1},
 		"name too long for a label": longName(),
 	} {
-		for _, s := range Offer(sharing(t, "fractions,*/*=fractions", g)) {
+		for _, s := range Offer(sharing(t, "[{kind: fractions}, {profile: '*', kind: fractions}]", g)) {
 			if _, shared := s.(Shared); shared {
 				t.Errorf("%s: %s is offered", name, s.Name())
 			}
 		}
 	}
 	g := GPU{PCIAddress: "0000:1b:00.0", Brand: "Nvidia", ProductName: "x", Architecture: "x", UUID: "GPU-1", MemoryBytes: 1<<64 - 1}
-	m := offered(t, sharing(t, "fractions", g), Driver{Version: "580.65.06"})
+	m := offered(t, sharing(t, "[{kind: fractions}]", g), Driver{Version: "580.65.06"})
 	checkAPILimits(t, m)
 	if len(m.Slices) != 2 || len(m.Slices[1].Spec.Devices) != 2 {
 		t.Error("a GPU with the maximum memory value is not shared")
 	}
-	m = offered(t, sharing(t, "shares:2", GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", Brand: "x", ProductName: "x",
+	m = offered(t, sharing(t, "[{kind: shares, count: 2}]", GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", Brand: "x", ProductName: "x",
 		Architecture: "x"}), Driver{Version: "580.65.06"})
 	checkAPILimits(t, m)
 	if len(m.Slices) != 2 || len(m.Slices[1].Spec.Devices) != 2 {
@@ -285,7 +309,8 @@ func longName() GPU {
 // partition type are counted together.
 func TestSharesHaveOwnPartitionTypes(t *testing.T) {
 	kinds := map[bool]sets.Set[string]{true: sets.New[string](), false: sets.New[string]()}
-	for _, s := range Slices(Offer(sharing(t, "fractions,*/*=shares:2", node(t, h100Key, l40sKey)...)), Driver{}, PartitionTypes) {
+	offerings := sharing(t, "[{kind: fractions}, {profile: '*', kind: shares, count: 2}]", node(t, h100Key, l40sKey)...)
+	for _, s := range Slices(Offer(offerings), Driver{}, PartitionTypes) {
 		for _, d := range s.Devices {
 			kinds[ptr.Deref(d.AllowMultipleAllocations, false)].Insert(*d.Attributes["partitionType"].StringValue)
 		}

@@ -31,7 +31,8 @@ func memory(amount string) map[resourceapi.QualifiedName]string {
 
 func TestSharesFillTheMemoryAndExcludeTheGPU(t *testing.T) {
 	for _, key := range []string{h100Key, "a100-sxm4-80gb"} {
-		m := offered(t, sharing(t, "fractions,*/1g*=shares:2", node(t, key)...), Driver{Version: "580.65.06"})
+		offerings := sharing(t, "[{kind: fractions}, {profile: '1g*', kind: shares, count: 2}]", node(t, key)...)
+		m := offered(t, offerings, Driver{Version: "580.65.06"})
 		taken := scheduler.NewTaken()
 		var held []resourceapi.DeviceRequestAllocationResult
 		for n := range 4 {
@@ -80,7 +81,8 @@ func TestConsumedCapacityOfAShare(t *testing.T) {
 	amounts := func(memory, cores string) map[resourceapi.QualifiedName]string {
 		return map[resourceapi.QualifiedName]string{CapacityMemory: memory, CapacityCores: cores}
 	}
-	l40s := sharing(t, "fractions", node(t, l40sKey)...)
+	l40s := sharing(t, "[{kind: fractions}]", node(t, l40sKey)...)
+	fiveShares := sharing(t, "[{kind: shares, count: 5}]", node(t, l40sKey)...)
 	for _, c := range []struct {
 		name      string
 		offerings []Offering
@@ -98,11 +100,11 @@ func TestConsumedCapacityOfAShare(t *testing.T) {
 		{"a third of the cores", l40s, amounts("1Gi", "33"), amounts("1Gi", "33"), 2},
 		{"half a percent", l40s, amounts("1Gi", "500m"), amounts("1Gi", "1"), 42},
 		{"an unknown capacity", l40s, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, nil, 0},
-		{"a plain share", sharing(t, "shares:5", node(t, l40sKey)...), nil, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, 4},
-		{"two plain shares", sharing(t, "shares:5", node(t, l40sKey)...),
+		{"a plain share", fiveShares, nil, map[resourceapi.QualifiedName]string{CapacityShares: "1"}, 4},
+		{"two plain shares", fiveShares,
 			map[resourceapi.QualifiedName]string{CapacityShares: "2"}, map[resourceapi.QualifiedName]string{CapacityShares: "2"}, 1},
-		{"six of five", sharing(t, "shares:5", node(t, l40sKey)...), map[resourceapi.QualifiedName]string{CapacityShares: "6"}, nil, 0},
-		{"memory of plain shares", sharing(t, "shares:5", node(t, l40sKey)...), memory("1Gi"), nil, 0},
+		{"six of five", fiveShares, map[resourceapi.QualifiedName]string{CapacityShares: "6"}, nil, 0},
+		{"memory of plain shares", fiveShares, memory("1Gi"), nil, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, taken := offered(t, c.offerings, Driver{}), scheduler.NewTaken()
@@ -132,7 +134,7 @@ func TestConsumedCapacityOfAShare(t *testing.T) {
 // Several requests of one claim may get shares of one device. A request with a count must get that
 // many different devices.
 func TestOneClaimWithSeveralShares(t *testing.T) {
-	m := offered(t, sharing(t, "fractions", node(t, l40sKey, l40sKey)...), Driver{})
+	m := offered(t, sharing(t, "[{kind: fractions}]", node(t, l40sKey, l40sKey)...), Driver{})
 	if got := m.allocate(scheduler.NewTaken(), requests(share(memory("20Gi")),
 		share(memory("20Gi")))); !slices.Equal(got, []string{firstGPU + "-share", firstGPU + "-share"}) {
 		t.Errorf("two requests got %v", got)
@@ -172,7 +174,8 @@ func TestOneClaimWithSeveralShares(t *testing.T) {
 // A share of a partition must exclude the same devices as the partition. The rest of the GPU must
 // stay available.
 func TestSharesOfPartitions(t *testing.T) {
-	m := offered(t, sharing(t, "*/1g.10gb=shares:2,*/3g*=fractions", node(t, h100Key)...), Driver{})
+	offerings := sharing(t, "[{profile: 1g.10gb, kind: shares, count: 2}, {profile: '3g*', kind: fractions}]", node(t, h100Key)...)
+	m := offered(t, offerings, Driver{})
 	taken := scheduler.NewTaken()
 	const half = `device.attributes["gpu.nvidia.com"].profile == "3g.40gb"`
 	// Each half of the GPU has 40448Mi less the reserve of 256Mi, which is enough for one claim of
@@ -211,7 +214,7 @@ func TestSharesOfExistingInstances(t *testing.T) {
 	g := small()
 	g.Brand, g.Architecture = "Nvidia", "Hopper"
 	g.MIG.Enabled, g.MIG.Pending, g.MIG.Instances = true, true, []Instance{instance(1, 0), instance(2, 1)}
-	offerings := sharing(t, "fractions,*/1g*=fractions", g)
+	offerings := sharing(t, "[{kind: fractions}, {profile: '1g*', kind: fractions}]", g)
 	if !offerings[0].Placements {
 		offerings[0].Layout, _ = Decide(g, nil, Policy{Mode: PolicyStatic}, true)
 	}
@@ -238,7 +241,7 @@ func TestSharesOfExistingInstances(t *testing.T) {
 }
 
 func TestAdminAccessToShares(t *testing.T) {
-	m := offered(t, sharing(t, "fractions", node(t, l40sKey, h100Key)...), Driver{})
+	m := offered(t, sharing(t, "[{kind: fractions}]", node(t, l40sKey, h100Key)...), Driver{})
 	admin := share(nil)
 	admin.Exactly.AllocationMode, admin.Exactly.Count, admin.Exactly.AdminAccess = resourceapi.DeviceAllocationModeAll, 0, ptr.To(true)
 	taken := scheduler.NewTaken()

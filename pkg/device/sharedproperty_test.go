@@ -33,8 +33,9 @@ type sharedRack struct {
 func newSharedRack(t *testing.T, known *model.GPU, n int) *sharedRack {
 	t.Helper()
 	c := &sharedRack{rack: newRack(t, known, n), total: map[string]amounts{}, held: map[string][]amounts{}}
-	c.machine = offered(t, sharing(t, "fractions,#1=shares:2,*/*=fractions,*/1g*=shares:3", migCapable(known, n)...),
-		Driver{Version: "580.65.06"})
+	const rules = "[{kind: fractions}, {index: 1, kind: shares, count: 2}, " +
+		"{profile: '*', kind: fractions}, {profile: '1g*', kind: shares, count: 3}]"
+	c.machine = offered(t, sharing(t, rules, migCapable(known, n)...), Driver{Version: "580.65.06"})
 	for name, d := range c.items {
 		mib, plain := int64(known.MemoryTotalMiB.Value)-1024, int64(0)
 		switch {

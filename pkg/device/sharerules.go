@@ -3,10 +3,11 @@ package device
 import (
 	"fmt"
 	"path"
-	"strconv"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 // Share says how a device is offered to several claims at once. The zero value means that only one
@@ -45,59 +46,70 @@ type shareRule struct {
 	share   Share
 }
 
-// ParseShares parses rules of the form [SELECTOR[/PROFILE]=]KIND, separated by commas. A kind is
-// off, fractions, or shares:N for N plain shares. A selector is a PCI address, a UUID, a product
-// name with * as a wildcard, or #N for the GPU with index N by PCI address, from 0. Without a
-// selector the rule applies to every GPU. With a profile, which may contain *, the rule applies to
-// partitions of that profile, otherwise to whole GPUs. The last rule that matches a device applies.
-func ParseShares(s string) (ShareRules, error) {
-	rules, err := parseRules("shares", s, parseShareRule)
-	return ShareRules{rules}, err
+// ShareKind says how the devices of a ShareRule are shared.
+type ShareKind string
+
+const (
+	// KindOff offers no shares.
+	KindOff ShareKind = "off"
+	// KindFractions offers limited parts of the memory and of the compute units.
+	KindFractions ShareKind = "fractions"
+	// KindShares offers plain shares, without limits.
+	KindShares ShareKind = "shares"
+)
+
+// ShareRule is a rule of the setting "shares". The last rule that selects a device applies.
+type ShareRule struct {
+	// GPUs is a PCI address, a UUID or a product name with * as a wildcard. Index selects a GPU by its
+	// place on the node instead, by PCI address, from 0. Without both, the rule is for every GPU.
+	GPUs  string `yaml:"gpus,omitempty"`
+	Index *int   `yaml:"index,omitempty"`
+	// Profile, which may contain *, is the profile of the partitions that the rule is for. If it is
+	// empty, the rule is for whole GPUs.
+	Profile string    `yaml:"profile,omitempty"`
+	Kind    ShareKind `yaml:"kind"`
+	// Count is the number of plain shares.
+	Count int `yaml:"count,omitempty"`
 }
 
-func parseShareRule(what, kind string) (shareRule, error) {
-	rule := shareRule{index: -1}
-	var err error
-	if rule.share, err = parseShare(kind); err != nil {
-		return rule, err
+// NewShareRules returns the rules of the setting "shares", or the invalid fields below at.
+func NewShareRules(rules []ShareRule, at *field.Path) (ShareRules, field.ErrorList) {
+	var all ShareRules
+	var errs field.ErrorList
+	for i, r := range rules {
+		rule, err := r.parse(at.Index(i))
+		all.rules, errs = append(all.rules, rule), append(errs, err...)
 	}
-	// The text after a slash is a MIG profile. So a selector for a product name with a slash must have
-	// * in its place. A profile name of invalid form is an error, so that an admin notices a typing
-	// error.
-	if gpus, profile, is := strings.Cut(what, "/"); is {
-		what, rule.profile = strings.TrimSpace(gpus), strings.ToLower(strings.TrimSpace(profile))
-		if _, err := path.Match(rule.profile, ""); err != nil || !strings.ContainsAny(rule.profile[:min(1, len(rule.profile))], "0123456789*") {
-			return rule, fmt.Errorf("%q is not a profile: want one like 1g.10gb, with * as a wildcard", rule.profile)
-		}
+	if len(errs) > 0 {
+		return ShareRules{}, errs
 	}
-	if digits, is := strings.CutPrefix(what, "#"); is {
-		n, err := strconv.ParseUint(digits, 10, 16)
-		if err != nil {
-			return rule, fmt.Errorf("%q is not an index: want # and a number from 0, as in #0", what)
-		}
-		rule.index = int(n)
-		return rule, nil
-	}
-	rule.selector, err = parseSelector(what)
-	return rule, err
+	return all, nil
 }
 
-func parseShare(kind string) (Share, error) {
-	count, plain := strings.CutPrefix(kind, "shares:")
+func (r ShareRule) parse(at *field.Path) (shareRule, field.ErrorList) {
+	selector, errs := parseSelector(at.Child("gpus"), r.GPUs)
+	rule := shareRule{
+		selector: selector, index: -1, profile: strings.ToLower(r.Profile), share: Share{Fractions: r.Kind == KindFractions, Count: r.Count},
+	}
+	if r.Index != nil {
+		rule.index = *r.Index
+		if *r.Index < 0 || r.GPUs != "" {
+			errs = append(errs, field.Invalid(at.Child("index"), *r.Index, "want a number from 0, and no gpus with it"))
+		}
+	}
+	// A profile of invalid form is an error, so that an admin notices a typing error.
+	if _, err := path.Match(rule.profile, ""); err != nil || !strings.ContainsAny((rule.profile + "*")[:1], "0123456789*") {
+		errs = append(errs, field.Invalid(at.Child("profile"), r.Profile, "is not a profile: want one like 1g.10gb, with * as a wildcard"))
+	}
 	switch {
-	case plain:
-		n, err := strconv.Atoi(count)
-		if err != nil || n < minShares || n > maxShares {
-			return Share{}, fmt.Errorf("%q is not a valid number of shares: want %d to %d, as in shares:4", count, minShares, maxShares)
-		}
-		return Share{Count: n}, nil
-	case kind == "fractions":
-		return Share{Fractions: true}, nil
-	case kind == "off":
-		return Share{}, nil
-	default:
-		return Share{}, fmt.Errorf("%q is not a kind of shares: want off, fractions or shares:N, or [SELECTOR[/PROFILE]=] and one of these", kind)
+	case !slices.Contains([]ShareKind{KindOff, KindFractions, KindShares}, r.Kind):
+		errs = append(errs, field.Invalid(at.Child("kind"), r.Kind, `want fractions, shares or "off" (in quotes)`))
+	case r.Kind == KindShares && (r.Count < minShares || r.Count > maxShares):
+		errs = append(errs, field.Invalid(at.Child("count"), r.Count, fmt.Sprintf("want a number of shares from %d to %d", minShares, maxShares)))
+	case r.Kind != KindShares && r.Count != 0:
+		errs = append(errs, field.Invalid(at.Child("count"), r.Count, "only kind shares has a count"))
 	}
+	return rule, errs
 }
 
 // Any reports whether some rule offers a device in shares.

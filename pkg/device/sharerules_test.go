@@ -1,8 +1,11 @@
 package device
 
 import (
+	"fmt"
 	"strings"
 	"testing"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 func TestLastMatchingShareRuleApplies(t *testing.T) {
@@ -18,41 +21,37 @@ func TestLastMatchingShareRuleApplies(t *testing.T) {
 		want    Share
 	}{
 		{"", h100, "", 0, none},
-		{" , ", h100, "", 0, none},
-		{"off", h100, "", 0, none},
-		{"fractions", h100, "", 0, fractions},
-		{"fractions", h100, "1g.10gb", 0, none}, // the rule is about whole GPUs
-		{"*=fractions", h100, "", 7, fractions},
-		{"shares:4", h100, "", 0, plain(4)},
-		{"shares:1000", h100, "", 0, plain(1000)},
-		{"fractions, 0000:1b:00.0 = shares:2", h100, "", 0, plain(2)},
-		{"fractions,00000000:1B:00.0=off", h100, "", 0, none},
-		{"gpu-abc=fractions", h100, "", 0, fractions},
-		{"NVIDIA H100*=fractions", h100, "", 0, fractions},
-		{"*a100*=fractions", h100, "", 0, none},
-		{"NVIDIA A*B=fractions", slash, "", 0, fractions},
-		{"0000:1b:00.0=fractions,*=off", h100, "", 0, none},
-		{"#0=fractions", h100, "", 0, fractions},
-		{"#0=fractions", h100, "", 1, none},
-		{"fractions,#3=shares:2", h100, "", 3, plain(2)},
-		{"#3/1g.10gb=shares:2", h100, "1g.10gb", 3, plain(2)},
-		{"#3/1g.10gb=shares:2", h100, "", 3, none},
-		{"*/*=fractions", h100, "1g.10gb", 0, fractions},
-		{"*/*=fractions", h100, "", 0, none},
-		{"*/1g.10gb=shares:2", h100, "1g.10gb", 0, plain(2)},
-		{"*/1G.10GB=shares:2", h100, "1g.10gb", 0, plain(2)},
-		{"*/1g.10gb=shares:2", h100, "1g.10gb+me", 0, none},
-		{"*/1g.10gb*=shares:2", h100, "1g.10gb+me", 0, plain(2)},
-		{"*/1c.3g.40gb=fractions", h100, "1c.3g.40gb", 0, fractions},
-		{"NVIDIA H100*/3g*=fractions, */3g.40gb=off", h100, "3g.40gb", 0, none},
-		{"NVIDIA H100*/3g*=fractions, */3g.40gb=off", h100, "3g.20gb", 0, fractions},
-		{"*/*=fractions,shares:2", h100, "3g.20gb", 0, fractions}, // the second rule is about whole GPUs
+		{"[]", h100, "", 0, none},
+		{"[{kind: 'off'}]", h100, "", 0, none},
+		{"[{kind: fractions}]", h100, "", 0, fractions},
+		{"[{kind: fractions}]", h100, "1g.10gb", 0, none}, // the rule is about whole GPUs
+		{"[{kind: fractions}]", h100, "", 7, fractions},
+		{"[{kind: shares, count: 4}]", h100, "", 0, plain(4)},
+		{"[{kind: shares, count: 1000}]", h100, "", 0, plain(1000)},
+		{"[{kind: fractions}, {gpus: '0000:1b:00.0', kind: shares, count: 2}]", h100, "", 0, plain(2)},
+		{"[{kind: fractions}, {gpus: '00000000:1B:00.0', kind: 'off'}]", h100, "", 0, none},
+		{"[{gpus: gpu-abc, kind: fractions}]", h100, "", 0, fractions},
+		{"[{gpus: 'NVIDIA H100*', kind: fractions}]", h100, "", 0, fractions},
+		{"[{gpus: '*a100*', kind: fractions}]", h100, "", 0, none},
+		{"[{gpus: 'NVIDIA A*B', kind: fractions}]", slash, "", 0, fractions},
+		{"[{gpus: '0000:1b:00.0', kind: fractions}, {kind: 'off'}]", h100, "", 0, none},
+		{"[{index: 0, kind: fractions}]", h100, "", 0, fractions},
+		{"[{index: 0, kind: fractions}]", h100, "", 1, none},
+		{"[{kind: fractions}, {index: 3, kind: shares, count: 2}]", h100, "", 3, plain(2)},
+		{"[{index: 3, profile: 1g.10gb, kind: shares, count: 2}]", h100, "1g.10gb", 3, plain(2)},
+		{"[{index: 3, profile: 1g.10gb, kind: shares, count: 2}]", h100, "", 3, none},
+		{"[{profile: '*', kind: fractions}]", h100, "1g.10gb", 0, fractions},
+		{"[{profile: '*', kind: fractions}]", h100, "", 0, none},
+		{"[{profile: 1g.10gb, kind: shares, count: 2}]", h100, "1g.10gb", 0, plain(2)},
+		{"[{profile: 1G.10GB, kind: shares, count: 2}]", h100, "1g.10gb", 0, plain(2)},
+		{"[{profile: 1g.10gb, kind: shares, count: 2}]", h100, "1g.10gb+me", 0, none},
+		{"[{profile: '1g.10gb*', kind: shares, count: 2}]", h100, "1g.10gb+me", 0, plain(2)},
+		{"[{profile: 1c.3g.40gb, kind: fractions}]", h100, "1c.3g.40gb", 0, fractions},
+		{"[{gpus: 'NVIDIA H100*', profile: '3g*', kind: fractions}, {profile: 3g.40gb, kind: 'off'}]", h100, "3g.40gb", 0, none},
+		{"[{gpus: 'NVIDIA H100*', profile: '3g*', kind: fractions}, {profile: 3g.40gb, kind: 'off'}]", h100, "3g.20gb", 0, fractions},
+		{"[{profile: '*', kind: fractions}, {kind: shares, count: 2}]", h100, "3g.20gb", 0, fractions}, // the second rule is about whole GPUs
 	} {
-		r, err := ParseShares(c.rules)
-		if err != nil {
-			t.Errorf("%q: %v", c.rules, err)
-			continue
-		}
+		r := shareRules(t, c.rules)
 		if got := r.For(c.gpu, c.profile, c.index); got != c.want {
 			t.Errorf("%q: %s %q at index %d is %+v, want %+v", c.rules, c.gpu.ProductName, c.profile, c.index, got, c.want)
 		}
@@ -60,62 +59,36 @@ func TestLastMatchingShareRuleApplies(t *testing.T) {
 			t.Errorf("Any is false for %q", c.rules)
 		}
 	}
-	for _, r := range []string{"", "off", "*=off,#1/1g*=off"} {
-		if rules, err := ParseShares(r); err != nil || rules.Any() {
-			t.Errorf("%q offers shares or is invalid: %v", r, err)
+	for _, r := range []string{"", "[{kind: off}]", "[{gpus: '*', kind: off}, {index: 1, profile: '1g*', kind: off}]"} {
+		if shareRules(t, r).Any() {
+			t.Errorf("%q offers shares", r)
 		}
 	}
 }
 
 func TestInvalidShareRulesAreRejected(t *testing.T) {
 	for rule, says := range map[string]string{
-		"always":                       "not a kind",
-		"shares":                       "not a kind",
-		"Fractions":                    "not a kind",
-		"shares:":                      "2 to 1000",
-		"shares:0":                     "2 to 1000",
-		"shares:1":                     "2 to 1000",
-		"shares:1001":                  "2 to 1000",
-		"shares:-4":                    "2 to 1000",
-		"shares:4.5":                   "2 to 1000",
-		"shares:99999999999999999999":  "2 to 1000",
-		"=fractions":                   "not a selector",
-		"[=fractions":                  "not a selector",
-		"/1g.10gb=fractions":           "not a selector",
-		"fractions=":                   "not a kind",
-		"*/=fractions":                 "not a profile",
-		"*/g1=fractions":               "not a profile",
-		"*/[=fractions":                "not a profile",
-		"NVIDIA A/B=fractions":         "not a profile",
-		"*/1[=fractions":               "not a profile",
-		"#=fractions":                  "not an index",
-		"#-1=fractions":                "not an index",
-		"#x/1g.10gb=fractions":         "not an index",
-		"#99999=fractions":             "not an index",
-		"fractions,shares:x,*=unheard": "shares:x",
-		"fractions;off":                "not a kind",
+		"{}":                                        "kind: ",
+		"{kind: always}":                            `kind: Invalid value: "always"`,
+		"{kind: Fractions}":                         "want fractions, shares or",
+		"{kind: shares}":                            "count: Invalid value: 0: want a number of shares from 2 to 1000",
+		"{kind: shares, count: 1}":                  "from 2 to 1000",
+		"{kind: shares, count: 1001}":               "from 2 to 1000",
+		"{kind: shares, count: -4}":                 "from 2 to 1000",
+		"{kind: fractions, count: 4}":               "only kind shares has a count",
+		"{gpus: '[', kind: fractions}":              "gpus: Invalid value: \"[\": is not a selector",
+		"{profile: g1, kind: fractions}":            "profile: Invalid value: \"g1\": is not a profile",
+		"{profile: '[', kind: fractions}":           "is not a profile",
+		"{profile: '1[', kind: fractions}":          "is not a profile",
+		"{index: -1, kind: fractions}":              "index: Invalid value: -1: want a number from 0",
+		"{index: 0, gpus: GPU-1, kind: fractions}":  "and no gpus with it",
+		"{index: 0, kind: x, profile: b, count: 3}": "profile: ",
 	} {
-		r, err := ParseShares(rule)
-		if err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("%q is parsed as %v: %v; want %q", rule, r, err, says)
+		r, errs := NewShareRules(fromYAML[[]ShareRule](t, "[{kind: fractions}, "+rule+"]"), field.NewPath("shares"))
+		if !strings.Contains(fmt.Sprint(errs), says) || !strings.Contains(fmt.Sprint(errs), "shares[1]") || r.Any() {
+			t.Errorf("%q gives %v: %v; want %q", rule, r, errs, says)
 		}
 	}
-}
-
-func FuzzParseShares(f *testing.F) {
-	f.Add("NVIDIA L40S=fractions,*/1g.10gb=shares:4,#0=off")
-	f.Fuzz(func(t *testing.T, s string) {
-		r, err := ParseShares(s)
-		if err != nil {
-			return
-		}
-		for _, profile := range []string{"", "1g.10gb"} {
-			if share := r.For(GPU{PCIAddress: "0000:1b:00.0", ProductName: "NVIDIA L40S"}, profile, 0); share.Offered() &&
-				!r.Any() || share.Fractions && share.Count != 0 {
-				t.Errorf("%q gives %+v", s, share)
-			}
-		}
-	})
 }
 
 func TestSharingUnsupportedReason(t *testing.T) {

@@ -9,8 +9,11 @@ import (
 // Totals must return the capacities that the ResourceSlices publish for a share device, so that the
 // node and the scheduler limit claims by the same amounts.
 func TestTotalsEqualPublishedCapacities(t *testing.T) {
-	for _, rules := range []string{"fractions,*/*=fractions", "shares:4,*/*=shares:3",
-		"#0=shares:2,#1=shares:5,*/1g.10gb=shares:7,*/3g.*=fractions"} {
+	for _, rules := range []string{
+		"[{kind: fractions}, {profile: '*', kind: fractions}]", "[{kind: shares, count: 4}, {profile: '*', kind: shares, count: 3}]",
+		"[{index: 0, kind: shares, count: 2}, {index: 1, kind: shares, count: 5}, {profile: 1g.10gb, kind: shares, count: 7}, " +
+			"{profile: '3g.*', kind: fractions}]",
+	} {
 		gpus := node(t, h100Key, l40sKey)
 		index := map[string]int{}
 		for _, g := range gpus {
@@ -45,7 +48,7 @@ func TestTotalsEqualPublishedCapacities(t *testing.T) {
 
 func TestUnknownCapacitiesHaveNoTotal(t *testing.T) {
 	gpu := node(t, h100Key)[0]
-	rules := sharing(t, "shares:2", gpu)[0].Shares
+	rules := sharing(t, "[{kind: shares, count: 2}]", gpu)[0].Shares
 	for name, c := range map[string]struct {
 		gpu    GPU
 		device string

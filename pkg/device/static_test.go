@@ -10,7 +10,7 @@ import (
 // With the default policy, each GPU must be one device without counters, because older schedulers
 // and other components do not understand counters.
 func TestDefaultPolicyPublishesNoCounters(t *testing.T) {
-	policies, err := ParsePolicies("")
+	policies, err := MIGSettings{}.Policies(nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,14 +22,18 @@ func TestShareRulesChangeWhileSharesAreHeld(t *testing.T) {
 		wish          map[resourceapi.QualifiedName]string
 		other         map[resourceapi.QualifiedName]string // what can be allocated under the new rules
 	}{
-		"fractions of a GPU, then none":                {"fractions", "", firstGPU, memory("2Gi"), nil},
-		"fractions of a GPU, then of another":          {"#0=fractions", "#1=fractions", firstGPU, memory("1Gi"), nil},
-		"fractions of a GPU, then plain shares":        {"fractions", "shares:4", firstGPU, memory("2Gi"), plain},
-		"plain shares of a GPU, then none":             {"shares:4", "off", firstGPU, plain, nil},
-		"plain shares of a GPU, then fractions":        {"shares:4", "fractions", firstGPU, plain, memory("1Gi")},
-		"fractions of a partition, then none":          {"*/1g.10gb=fractions", "", part, memory("1Gi"), nil},
-		"plain shares of a partition, then fractions":  {"*/1g.10gb=shares:2", "*/1g.10gb=fractions", part, plain, memory("1Gi")},
-		"plain shares of a partition, then of the GPU": {"*/1g.10gb=shares:2", "#0=shares:2", part, plain, nil},
+		"fractions of a GPU, then none":         {"[{kind: fractions}]", "", firstGPU, memory("2Gi"), nil},
+		"fractions of a GPU, then of another":   {"[{index: 0, kind: fractions}]", "[{index: 1, kind: fractions}]", firstGPU, memory("1Gi"), nil},
+		"fractions of a GPU, then plain shares": {"[{kind: fractions}]", "[{kind: shares, count: 4}]", firstGPU, memory("2Gi"), plain},
+		"plain shares of a GPU, then none":      {"[{kind: shares, count: 4}]", "[{kind: 'off'}]", firstGPU, plain, nil},
+		"plain shares of a GPU, then fractions": {"[{kind: shares, count: 4}]", "[{kind: fractions}]", firstGPU, plain, memory("1Gi")},
+		"fractions of a partition, then none":   {"[{profile: 1g.10gb, kind: fractions}]", "", part, memory("1Gi"), nil},
+		"plain shares of a partition, then fractions": {
+			"[{profile: 1g.10gb, kind: shares, count: 2}]", "[{profile: 1g.10gb, kind: fractions}]", part, plain, memory("1Gi"),
+		},
+		"plain shares of a partition, then of the GPU": {
+			"[{profile: 1g.10gb, kind: shares, count: 2}]", "[{index: 0, kind: shares, count: 2}]", part, plain, nil,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			const onFirst = `device.attributes["resource.kubernetes.io"].pciBusID == "0000:20:00.0"`
@@ -80,7 +84,7 @@ func TestShareRulesChangeWhileSharesAreHeld(t *testing.T) {
 
 // A rule that changes only the number of shares must not withdraw the share device.
 func TestChangedShareCountWithdrawsNothing(t *testing.T) {
-	offerings := sharing(t, "shares:2", node(t, l40sKey)...)
+	offerings := sharing(t, "[{kind: shares, count: 2}]", node(t, l40sKey)...)
 	want := offered(t, offerings, Driver{})
 	offerings[0].HeldShares = map[string]bool{firstGPU + "-share": false}
 	for _, s := range Offer(offerings) {
@@ -122,7 +126,9 @@ func TestFractionsAreOfferedOnlyWhereMPSLimitsThem(t *testing.T) {
 			if !strings.Contains(why, c.why) || (why == "") != (c.why == "") {
 				t.Errorf("got %q, want %q", why, c.why)
 			}
-			for _, rules := range []string{"fractions,*/*=fractions", "shares:2", "#1=fractions"} {
+			for _, rules := range []string{
+				"[{kind: fractions}, {profile: '*', kind: fractions}]", "[{kind: shares, count: 2}]", "[{index: 1, kind: fractions}]",
+			} {
 				offerings := sharing(t, rules, c.gpu)
 				offerings[0].FractionsUnsupported = why
 				n := 0
@@ -131,8 +137,8 @@ func TestFractionsAreOfferedOnlyWhereMPSLimitsThem(t *testing.T) {
 						n++
 					}
 				}
-				fractions := strings.HasPrefix(rules, "fractions")
-				if shares := n > 0; shares != (rules == "shares:2" || fractions && why == "") {
+				fractions := strings.HasPrefix(rules, "[{kind: fractions")
+				if shares := n > 0; shares != (rules == "[{kind: shares, count: 2}]" || fractions && why == "") {
 					t.Errorf("%s: %d shares are offered", rules, n)
 				}
 				if refusal := FractionRefusals(offerings)[c.gpu.WholeName()]; (refusal == "") != (why == "" || !fractions) {

@@ -62,6 +62,6 @@ func (r *daemonReports) checkSupervisor(absent error, now time.Time) {
 		r.absentSince = now
 	case now.Sub(r.absentSince) > supervisorGrace:
 		r.events.EventOnChange(events.MPSNotRunning, "absent",
-			"This node offers memory-limited GPU shares (shares=fractions) but cannot prepare claims for them: "+absent.Error())
+			"This node offers fractions of GPUs (the chart's value shares) but cannot prepare claims for them: "+absent.Error())
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
@@ -47,7 +48,7 @@ func oneMIGCapableGPU() (nvidia.Node, error) {
 func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
-	n.cfg.MIGPolicy = "dynamic"
+	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
 	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return fakeapi.Kubernetes134(s) })
 	n.start(t)
 	eventually(t, "the whole GPU is published", func() bool { return slices.Equal(published(t, n.client), []string{firstGPU}) })
@@ -57,7 +58,7 @@ func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 func TestKubernetes135GetsAllShapes(t *testing.T) {
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
-	n.cfg.MIGPolicy = "dynamic"
+	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
 	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, _ bool) error { return fakeapi.Kubernetes135(s) })
 	n.start(t)
 	eventually(t, "the GPU and its partitions are published", func() bool { return len(published(t, n.client)) == 3 })
@@ -66,7 +67,7 @@ func TestKubernetes135GetsAllShapes(t *testing.T) {
 func TestRejectedSlicesAreAnEvent(t *testing.T) {
 	n := newHealthNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
-	n.cfg.MIGPolicy = "dynamic"
+	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
 	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry {
 			return nil
@@ -83,7 +84,7 @@ func TestRejectedSlicesAreAnEvent(t *testing.T) {
 func TestRejectedSlicesTriggerProbe(t *testing.T) {
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
-	n.cfg.MIGPolicy = "dynamic"
+	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
 	var downgraded atomic.Bool
 	validateSlices(n.client, func(s *resourceapi.ResourceSliceSpec, dry bool) error {
 		if dry && !downgraded.Load() {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
@@ -424,7 +425,8 @@ func TestTaintsCatchUpAfterAPIServerOutage(t *testing.T) {
 
 func TestAdminSetsEffectsAndRules(t *testing.T) {
 	n := newHealthNode(t)
-	n.cfg.HealthEffects, n.cfg.XIDRules = "unhealthy=NoExecute", "31=unhealthy,79=app"
+	n.cfg.Settings.Health.Effects = map[string]health.Effect{"unhealthy": health.NoExecute}
+	n.cfg.Settings.XIDRules = map[string]health.Weight{"31": health.Breaking, "79": health.Reported}
 	n.run(t)
 	n.xid("0000:43:00.0", 79) // the loop evaluates this XID before the next one
 	n.xid("0000:1b:00.0", 31)
@@ -433,7 +435,9 @@ func TestAdminSetsEffectsAndRules(t *testing.T) {
 		t.Errorf("%v", all)
 	}
 	for _, wrong := range []func(*config.Config){
-		func(c *config.Config) { c.HealthEffects = "x" }, func(c *config.Config) { c.XIDRules = "x" }} {
+		func(c *config.Config) { c.Settings.Health.Effects = map[string]health.Effect{"lost": "x"} },
+		func(c *config.Config) { c.Settings.XIDRules = map[string]health.Weight{"79": "x"} },
+	} {
 		other := newNode(t)
 		wrong(other.cfg)
 		parts := Parts{

@@ -92,7 +92,7 @@ func TestUninstallSwitchesMIGModesOff(t *testing.T) {
 	for _, boot := range []string{"this", "earlier"} {
 		t.Run(boot, func(t *testing.T) {
 			n := newNode(t)
-			n.cfg.MIGPolicy = "dynamic" // with other policies the running plugin switches MIG mode off
+			n.cfg.Settings.MIG.Policy = device.PolicyDynamic // with other policies the running plugin switches MIG mode off
 			hardware := newModeHardware(t)
 			n.partitions = hardware
 			n.setHardware("driver", inMIGMode)

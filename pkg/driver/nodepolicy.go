@@ -16,10 +16,11 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
-// policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs. The rules
-// have the syntax of --mig-policy.
+// policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs: the
+// name of a policy, or the setting "mig" in YAML.
 const policyAnnotation = DriverName + "/mig-policy"
 
 // nodePolicy watches the Node, hands it to its observers and reads the MIG policy rules in its
@@ -85,7 +86,7 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 		return
 	}
 	p.rules = &rules
-	policies, err := device.ParsePolicies(rules)
+	policies, err := settings.ParseMIG(rules)
 	if err != nil {
 		p.reportProblem(fmt.Sprintf("cannot parse the MIG policy in annotation %s, so the previous policy stays in force: %v",
 			policyAnnotation, err))

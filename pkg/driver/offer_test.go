@@ -10,6 +10,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // sortedDevices returns the names of the published devices in order.
@@ -37,7 +39,7 @@ func TestDefaultInstallReportsNoLimits(t *testing.T) {
 func TestUnlistableClaimsKeepPublishedDevices(t *testing.T) {
 	n := &healthNode{node: newNode(t)}
 	n.setHardware("cuttable", oneMIGCapableGPU)
-	n.cfg.MIGPolicy = "dynamic"
+	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
 	n.startPlugin(t)
 	everything := []string{firstGPU, firstGPU + "-mig-9-0", firstGPU + "-mig-9-1"}
 	eventually(t, "every shape is published", func() bool { return slices.Equal(n.sortedDevices(t), everything) })

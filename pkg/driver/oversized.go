@@ -25,7 +25,7 @@ func (r *requests) oversizedHint(found string, claim types.UID) string {
 		return found + ". Class shared.gpu.nvidia.com gives a share with a limit of memory"
 	}
 	return found + ". This node offers no shares with a limit of memory; " +
-		"the chart's value shares=fractions offers them in class shared.gpu.nvidia.com"
+		"the chart's value shares=[{kind: fractions}] offers them in class shared.gpu.nvidia.com"
 }
 
 // memoryRequest is a claim's request for an amount of memory.

@@ -45,7 +45,7 @@ func TestOversizedClaimGetsOneEvent(t *testing.T) {
 			t.Fatal(answer.GetError())
 		}
 	}
-	n.expectEvent(t, "ResourceClaim", "c", "WholeGPUHeld", "shares=fractions offers them in class shared.gpu.nvidia.com")
+	n.expectEvent(t, "ResourceClaim", "c", "WholeGPUHeld", "shares=[{kind: fractions}] offers them in class shared.gpu.nvidia.com")
 	refused := little("refused", secondGPU, "gpu-0000-99-00-0")
 	if n.prepare(t, refused).GetError() == "" {
 		t.Fatal("a missing GPU was prepared")

@@ -64,7 +64,7 @@ func (n *node) generateSliceNames() {
 func TestHeldSharesOutliveTheirRules(t *testing.T) {
 	n := newNode(t)
 	n.generateSliceNames()
-	n.cfg.Shares = "shares:3"
+	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindShares, Count: 3}}
 	n.start(t)
 	n.register(t)
 	eventually(t, "shares are published", func() bool { return slices.Contains(published(t, n.client), shareName) })
@@ -76,7 +76,7 @@ func TestHeldSharesOutliveTheirRules(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	n.cfg.Shares = ""
+	n.cfg.Settings.Shares = nil
 	n.start(t)
 	n.register(t)
 	n.expectEvent(t, "Node", "node", "SharesEnding", shareName)
@@ -105,7 +105,7 @@ func TestHeldSharesOutliveTheirRules(t *testing.T) {
 
 func TestTooManySharesAreRefused(t *testing.T) {
 	n := newNode(t)
-	n.cfg.Shares = "shares:5,#0=shares:3"
+	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindShares, Count: 5}, {Index: ptr.To(0), Kind: device.KindShares, Count: 3}}
 	n.start(t)
 	n.register(t)
 	if answer := n.prepare(t, n.claimShares(t, "more", "4")); !strings.Contains(answer.GetError(), "which has 3") {
@@ -118,7 +118,7 @@ func TestTooManySharesAreRefused(t *testing.T) {
 
 func TestUnsupportedFractionsAreAnEvent(t *testing.T) {
 	n := newNode(t)
-	n.cfg.Shares = "fractions"
+	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindFractions}}
 	n.setHardware("old", func() (nvidia.Node, error) {
 		found, err := twoGPUs()
 		found.Driver.Version = "550.163.01"
@@ -172,7 +172,7 @@ func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 // taint, so the index of the other GPU must not change.
 func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
 	n := newHealthNode(t)
-	n.cfg.Shares = "shares:5,#1=shares:3"
+	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindShares, Count: 5}, {Index: ptr.To(1), Kind: device.KindShares, Count: 3}}
 	n.run(t)
 	eventually(t, "the GPUs are known", func() bool { return len(n.driver.inv.Snapshot().Node.GPUs) == 2 })
 	n.register(t)
@@ -189,11 +189,11 @@ func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
 	})
 	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
 	name, _ := device.ParseName(secondGPU + "-share")
-	rules, err := device.ParseShares(n.cfg.Shares)
+	set, err := n.cfg.Settings.Compile()
 	if err != nil {
 		t.Fatal(err)
 	}
-	totals := shareTotals{n.driver.node, rules}.Of(second, name)
+	totals := shareTotals{n.driver.node, set.Shares}.Of(second, name)
 	if q := totals[device.CapacityShares]; q.String() != "3" {
 		t.Errorf("it has %s shares", q.String())
 	}

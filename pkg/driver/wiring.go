@@ -18,7 +18,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
@@ -88,19 +87,7 @@ type Parts struct {
 
 // New returns a Driver that is ready to Run. It writes nothing outside the plugin directory.
 func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) {
-	policies, err := device.ParsePolicies(cfg.MIGPolicy)
-	if err != nil {
-		return nil, err
-	}
-	shares, err := device.ParseShares(cfg.Shares)
-	if err != nil {
-		return nil, err
-	}
-	effects, err := health.ParseEffects(cfg.HealthEffects)
-	if err != nil {
-		return nil, err
-	}
-	rules, err := health.ParseRules(cfg.XIDRules)
+	set, err := cfg.Settings.Compile()
 	if err != nil {
 		return nil, err
 	}
@@ -133,20 +120,20 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead.NewerLeads)
 	verdicts := loop.New(ctx, loop.Options{
-		Rules: rules, StateDir: cfg.StateDir(), BootID: state.bootID,
+		Rules: set.XIDRules, StateDir: cfg.StateDir(), BootID: state.bootID,
 		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
 		BootID: state.bootID, Now: time.Now, Records: state.records, Specs: specs, Hardware: node, MPS: supervisor,
-	}, shareTotals{node, shares}, calls, status, toAdmins))
+	}, shareTotals{node, set.Shares}, calls, status, toAdmins))
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()
 		return used.Claims, used.GPUs, err
 	})
 	publisher := publish.New(publish.Options{
-		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: policies, Shares: shares, Effects: effects,
+		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: set.Policies, Shares: set.Shares, Effects: set.Effects,
 		RequireValidation: cfg.RequireValidation, Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
 	parts.Metrics.ReadOccupancy(occupancy.Source{NodeName: cfg.NodeName, Node: node, Publisher: publisher, Claims: claims}.Read)

@@ -8,15 +8,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-func BenchmarkParseRules(b *testing.B) {
-	b.ReportAllocs()
-	for b.Loop() {
-		if _, err := ParseRules("31=ignore, 63=degraded, 79=unhealthy, 1000=app"); err != nil {
-			b.Fatal(err)
-		}
-	}
-}
-
 // BenchmarkApply measures a monitor of eight GPUs. In each round all GPUs answer a query, one GPU
 // sends an XID of an application error, and a reader takes the view.
 func BenchmarkApply(b *testing.B) {

@@ -1,9 +1,11 @@
 package health
 
 import (
-	"errors"
+	"maps"
 	"slices"
 	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 // Effect is how a state affects scheduling, through a taint on the device.
@@ -23,22 +25,26 @@ const (
 // Effects maps each state to its effect on scheduling. Healthy has no effect.
 type Effects map[State]Effect
 
-// DefaultEffects keep new Pods away from broken devices, and leave running Pods alone.
-const DefaultEffects = "lost=NoSchedule,unhealthy=NoSchedule,unknown=none,degraded=none"
+// defaultEffects keep new Pods away from broken devices, and leave running Pods alone.
+var defaultEffects = Effects{Lost: NoSchedule, Unhealthy: NoSchedule, Unknown: Informational, Degraded: Informational}
 
-// ParseEffects parses a list such as "lost=NoExecute,degraded=off". States that are not in the list
-// have their [DefaultEffects].
-func ParseEffects(s string) (Effects, error) {
-	effects := Effects{}
-	err := eachRule(DefaultEffects+","+s, func(name, effect string) error {
-		state := slices.IndexFunc(stateNames, func(n string) bool { return strings.EqualFold(n, name) })
-		if state <= int(Healthy) || !slices.Contains([]Effect{NoTaint, Informational, NoSchedule, NoExecute}, Effect(effect)) {
-			return errors.New("want STATE=EFFECT with one of degraded, unknown, unhealthy, lost and one of off, none, NoSchedule, NoExecute")
+// NewEffects returns the effects that set has by state, such as "lost". States that are not in set
+// have their default. It returns the invalid fields below at.
+func NewEffects(set map[string]Effect, at *field.Path) (Effects, field.ErrorList) {
+	effects := maps.Clone(defaultEffects)
+	var errs field.ErrorList
+	for _, name := range slices.Sorted(maps.Keys(set)) {
+		state := slices.IndexFunc(stateNames, func(n string) bool { return strings.ToLower(n) == name })
+		if state <= int(Healthy) {
+			errs = append(errs, field.Invalid(at.Key(name), name, "want one of the states lost, unhealthy, unknown and degraded"))
+			continue
 		}
-		effects[State(state)] = Effect(effect)
-		return nil
-	})
-	return effects, err
+		if !slices.Contains([]Effect{NoTaint, Informational, NoSchedule, NoExecute}, set[name]) {
+			errs = append(errs, field.Invalid(at.Key(name), set[name], `want NoExecute, NoSchedule, none or "off" (in quotes)`))
+		}
+		effects[State(state)] = set[name]
+	}
+	return effects, errs
 }
 
 // BlocksScheduling reports whether a taint for the verdict keeps new Pods off the device.

@@ -2,19 +2,21 @@ package health
 
 import "testing"
 
-func TestParseEffects(t *testing.T) {
-	e, err := ParseEffects(" lost=NoExecute, Degraded=off,")
-	if err != nil {
-		t.Fatal(err)
+func TestEffectsHaveDefaults(t *testing.T) {
+	e, errs := NewEffects(map[string]Effect{"lost": NoExecute, "degraded": NoTaint}, nil)
+	if errs != nil {
+		t.Fatal(errs)
 	}
 	for state, want := range (Effects{Lost: NoExecute, Unhealthy: NoSchedule, Unknown: Informational, Degraded: NoTaint}) {
 		if e[state] != want {
 			t.Errorf("%s: %q, want %q", state, e[state], want)
 		}
 	}
-	for _, wrong := range []string{"lost", "healthy=NoSchedule", "dead=none", "lost=Evict", "=none"} {
-		if _, err := ParseEffects(wrong); err == nil {
-			t.Errorf("%q is accepted", wrong)
+	for state, effect := range map[string]Effect{
+		"lost": "", "healthy": NoSchedule, "dead": "none", "unknown": "Evict", "": "none", "Lost": "none",
+	} {
+		if _, errs := NewEffects(map[string]Effect{state: effect}, nil); errs == nil {
+			t.Errorf("%q: %q is accepted", state, effect)
 		}
 	}
 	for state, want := range map[State]bool{Lost: true, Unhealthy: true, Unknown: false, Degraded: false} {

@@ -155,9 +155,9 @@ func TestDegradingXIDPassesUnlessItNeedsAReset(t *testing.T) {
 }
 
 func TestRulesOverrideXIDMeanings(t *testing.T) {
-	rules, err := ParseRules("79=app, 31=unhealthy,43=degraded,48=ignore,")
-	if err != nil {
-		t.Fatal(err)
+	rules, errs := NewRules(map[string]Weight{"79": "app", "31": "unhealthy", "43": "degraded", "48": "ignore"}, nil)
+	if errs != nil {
+		t.Fatal(errs)
 	}
 	for code, want := range map[uint64]State{79: Healthy, 31: Unhealthy, 43: Degraded, 48: Healthy, 95: Unhealthy} {
 		w := newTestMonitor(t, rules)
@@ -167,9 +167,9 @@ func TestRulesOverrideXIDMeanings(t *testing.T) {
 			t.Errorf("XID %d was counted %d times", code, n)
 		}
 	}
-	for _, wrong := range []string{"79", "=app", "x=app", "79=dead", "-1=app"} {
-		if _, err := ParseRules(wrong); err == nil {
-			t.Errorf("%q is accepted", wrong)
+	for code, weight := range map[string]Weight{"79": "", "": "app", "x": "app", "78": "dead", "-1": "app"} {
+		if _, errs := NewRules(map[string]Weight{code: weight}, nil); errs == nil {
+			t.Errorf("%q: %q is accepted", code, weight)
 		}
 	}
 }

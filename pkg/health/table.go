@@ -1,11 +1,11 @@
 package health
 
 import (
-	"errors"
-	"fmt"
+	"maps"
 	"slices"
 	"strconv"
-	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -160,36 +160,22 @@ func (m Meaning) stateAndEnd() (State, Ends) {
 // Rules map XIDs to weights that an admin has set.
 type Rules map[uint64]Weight
 
-// ParseRules parses a list such as "109=app,79=unhealthy". A weight is ignore, app, degraded or
-// unhealthy. If a code occurs twice, its last rule wins.
-func ParseRules(s string) (Rules, error) {
+// NewRules returns the weights that set has by the number of an XID, or the invalid fields below
+// at.
+func NewRules(set map[string]Weight, at *field.Path) (Rules, field.ErrorList) {
 	rules := Rules{}
-	err := eachRule(s, func(code, weight string) error {
+	var errs field.ErrorList
+	for _, code := range slices.Sorted(maps.Keys(set)) {
 		n, err := strconv.ParseUint(code, 10, 32)
 		if err != nil {
-			return errors.New("want CODE=WEIGHT with the number of an XID, as in 109=app")
+			errs = append(errs, field.Invalid(at.Key(code), code, "want the number of an XID, such as 109"))
 		}
-		if !slices.Contains([]Weight{Ignored, Reported, Degrading, Breaking}, Weight(weight)) {
-			return fmt.Errorf("%q is none of ignore, app, degraded, unhealthy", weight)
+		if !slices.Contains([]Weight{Ignored, Reported, Degrading, Breaking}, set[code]) {
+			errs = append(errs, field.Invalid(at.Key(code), set[code], "want ignore, app, degraded or unhealthy"))
 		}
-		rules[n] = Weight(weight)
-		return nil
-	})
-	return rules, err
-}
-
-// eachRule calls use with the parts of each rule in a list such as "a=b,c=d".
-func eachRule(list string, use func(name, value string) error) error {
-	for rule := range strings.SplitSeq(list, ",") {
-		name, value, _ := strings.Cut(rule, "=")
-		if strings.TrimSpace(rule) == "" {
-			continue
-		}
-		if err := use(strings.TrimSpace(name), strings.TrimSpace(value)); err != nil {
-			return fmt.Errorf("rule %q: %w", strings.TrimSpace(rule), err)
-		}
+		rules[n] = set[code]
 	}
-	return nil
+	return rules, errs
 }
 
 // XID returns the meaning of an XID, with the weight from the admin's rules if there is one.

@@ -13,6 +13,8 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 // previewOf returns the preview of what this node offers under the rules. It ends the test after an
@@ -29,11 +31,11 @@ func previewOf(t *testing.T, r Rules, node nvidia.Node) Preview {
 // configured returns rules with these MIG policies and share settings, and without any claim.
 func configured(t *testing.T, policies, shares string) Rules {
 	t.Helper()
-	p, err := device.ParsePolicies(policies)
+	p, err := settings.ParseMIG(policies)
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := device.ParseShares(shares)
+	s, err := settingstest.Shares(shares)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -158,15 +160,17 @@ func TestPreviewFollowsConfigurationAndClaims(t *testing.T) {
 	}{
 		"no configuration": {mig(), "", "", nil, "static 1 x whole", ""},
 		"dynamic":          {mig(), "dynamic", "", nil, "dynamic 1 x whole, 2 x 1g.10gb", ""},
-		"profile list":     {mig(), "adopt(1g.10gb)", "", nil, "adopt(1g.10gb) 1 x whole, 2 x 1g.10gb", ""},
+		"profile list": {
+			mig(), "{policy: adopt, profiles: [1g.10gb]}", "", nil, "adopt(1g.10gb) 1 x whole, 2 x 1g.10gb", "",
+		},
 		"list with an unknown profile": {
-			mig(), "dynamic(3g.40gb)", "", nil, "dynamic(3g.40gb) 1 x whole",
+			mig(), "{policy: dynamic, profiles: [3g.40gb]}", "", nil, "dynamic(3g.40gb) 1 x whole",
 			"the GPU has no profile 3g.40gb, which policy dynamic(3g.40gb) names, " +
 				"so policy static applies; its profiles are 1g.10gb",
 		},
 		"static": {mig(), "static", "", nil, "static 1 x whole", ""},
 		"off for this GPU": {
-			mig(), "static,0000:1b:00.0=off", "", nil, "off 1 x whole", "",
+			mig(), "rules: [{gpus: '0000:1b:00.0', policy: off}]", "", nil, "off 1 x whole", "",
 		},
 		"instance of an admin": {
 			mig(instance), "dynamic", "", nil, "dynamic 1 x 1g.10gb",
@@ -177,13 +181,16 @@ func TestPreviewFollowsConfigurationAndClaims(t *testing.T) {
 			mig(instance), "off", "", records{instances: []uint32{7}}, "off 1 x 1g.10gb",
 			"the policy offers whole GPUs only: waiting for claims that hold partitions",
 		},
-		"shared":            {nil, "", "shares:4", nil, "- 1 x whole, 1 x whole in 4 shares", ""},
-		"shared partitions": {mig(), "dynamic", "*/1g*=shares:3", nil, "dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", ""},
+		"shared": {nil, "", "[{kind: shares, count: 4}]", nil, "- 1 x whole, 1 x whole in 4 shares", ""},
+		"shared partitions": {
+			mig(), "dynamic", "[{profile: '1g*', kind: shares, count: 3}]", nil,
+			"dynamic 1 x whole, 2 x 1g.10gb, 2 x 1g.10gb in 3 shares", "",
+		},
 		"no longer shared, share held": {
 			nil, "", "", records{shares: map[string]bool{gpu + "-share": false}},
 			"- 1 x whole, 1 x whole in shares that claims hold, no new ones", "",
 		},
-		"in fractions": {nil, "", "fractions", nil, "- 1 x whole, 1 x whole in fractions", ""},
+		"in fractions": {nil, "", "[{kind: fractions}]", nil, "- 1 x whole, 1 x whole in fractions", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			node := nodeWith("0000:1b:00.0")
@@ -213,7 +220,7 @@ func TestTableSaysWhyGPUHasNoFractions(t *testing.T) {
 	node := nodeWith("0000:1b:00.0")
 	node.GPUs[0].CUDAComputeCapability = "6.1"
 	var out strings.Builder
-	if err := WriteTable(&out, previewOf(t, configured(t, "", "fractions"), node)); err != nil {
+	if err := WriteTable(&out, previewOf(t, configured(t, "", "[{kind: fractions}]"), node)); err != nil {
 		t.Fatal(err)
 	}
 	if want := "gpu-0000-1b-00-0: not in fractions: MPS cannot limit memory on GPUs before Volta"; !strings.Contains(out.String(), want) {

@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 // node is a node whose GPUs are offered whole, in partitions and in shares.
@@ -44,7 +45,7 @@ func (n *node) View() *nodeview.View {
 }
 
 func (n *node) Slices() ([]resourceslice.Slice, bool) {
-	rules, err := device.ParseShares(n.shares)
+	rules, err := settingstest.Shares(n.shares)
 	if err != nil {
 		panic(err)
 	}
@@ -173,7 +174,7 @@ func TestWhatIsFree(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t, h100s(2)...)
-			n.shares = "shares:4"
+			n.shares = "[{kind: shares, count: 4}]"
 			c.setUp(t, n)
 			o := n.read(t)
 			got := expected{gpus: o.FreeGPUs}

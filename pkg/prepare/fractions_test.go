@@ -272,13 +272,13 @@ func TestClaimIsNotCountedAgainstItself(t *testing.T) {
 // allow fewer claims on the GPU.
 func TestRePrepareDoesNotRecheckCapacity(t *testing.T) {
 	w := newWorldWithShares(t)
-	w.shares = parseShareRules(t, "*/1g.10gb=shares:3")
+	w.shares = parseShareRules(t, "[{profile: 1g.10gb, kind: shares, count: 3}]")
 	claims := []*resourceapi.ResourceClaim{newClaim("a", plain("r", migShare0)), newClaim("b", plain("r", migShare0)),
 		newClaim("c", plain("r", migShare0))}
 	for _, c := range claims {
 		mustPrepare(t, w.plugin(t), c)
 	}
-	w.shares = parseShareRules(t, "*/1g.10gb=shares:2")
+	w.shares = parseShareRules(t, "[{profile: 1g.10gb, kind: shares, count: 2}]")
 	w.reboot()
 	for _, c := range claims {
 		mustPrepare(t, w.plugin(t), c)

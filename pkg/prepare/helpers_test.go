@@ -31,6 +31,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 const (
@@ -343,13 +344,13 @@ func newWorldWithShares(t *testing.T) *world {
 		}
 		g.MIG = &mig
 	}
-	w.shares = parseShareRules(t, "shares:2,*/1g.10gb=shares:2")
+	w.shares = parseShareRules(t, "[{kind: shares, count: 2}, {profile: 1g.10gb, kind: shares, count: 2}]")
 	return w
 }
 
 func parseShareRules(t *testing.T, rules string) device.ShareRules {
 	t.Helper()
-	r, err := device.ParseShares(rules)
+	r, err := settingstest.Shares(rules)
 	if err != nil {
 		t.Fatal(err)
 	}

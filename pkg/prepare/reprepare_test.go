@@ -167,7 +167,7 @@ func TestNewAllocationRevertsTheOldFirst(t *testing.T) {
 // limit that depends on it. Prepare must record the new amount.
 func TestChangedCapacityIsAnotherAllocation(t *testing.T) {
 	w := newWorldWithShares(t)
-	w.shares = parseShareRules(t, "shares:4")
+	w.shares = parseShareRules(t, "[{kind: shares, count: 4}]")
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", plain("r", share0)))
 	mustPrepare(t, p, newClaim("c", plainShares("r", share0, "4")))

@@ -11,7 +11,7 @@ import (
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/kubernetes/fake"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
 
@@ -45,7 +45,7 @@ func TestSlicesDoNotWaitForVersion(t *testing.T) {
 			return "", ctx.Err()
 		}}, halvesWith())
 		u.client = client
-		policies, err := device.ParsePolicies("dynamic")
+		policies, err := settings.ParseMIG("dynamic")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -66,7 +66,9 @@ func TestRestartWithoutSlicesRetainsAllocatedDevices(t *testing.T) {
 // The plugin published a GPU with other counters, and then a claim was allocated this GPU. When the
 // old policy is set again, the GPU must keep the counters with which it was allocated.
 func TestRevertedFormChangeKeepsAllocatedDevice(t *testing.T) {
-	for _, change := range []struct{ from, to string }{{"static", "dynamic"}, {"dynamic", "static"}, {"dynamic(1g.10gb)", "static"}} {
+	for _, change := range []struct{ from, to string }{
+		{"static", "dynamic"}, {"dynamic", "static"}, {"{policy: dynamic, profiles: [1g.10gb]}", "static"},
+	} {
 		synctest.Test(t, func(t *testing.T) {
 			n := newNode(t, change.from)
 			n.setPolicy(t, change.to)
@@ -87,7 +89,7 @@ func TestRevertedFormChangeKeepsAllocatedDevice(t *testing.T) {
 // allocated this GPU. When the partitions come back, the GPU must stay without counters.
 func TestRevertedChangeOfAnotherGPUKeepsAllocatedDevice(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newNode(t, "static,GPU-1=dynamic")
+		n := newNode(t, "{policy: static, rules: [{gpus: GPU-1, policy: dynamic}]}")
 		n.setPolicy(t, "static")
 		for range 10 {
 			n.publish(t)
@@ -98,7 +100,7 @@ func TestRevertedChangeOfAnotherGPUKeepsAllocatedDevice(t *testing.T) {
 		}
 		allocated := n.publishedDevices()
 		n.claims[gpuName] = "team/quick"
-		n.setPolicy(t, "static,GPU-1=dynamic")
+		n.setPolicy(t, "{policy: static, rules: [{gpus: GPU-1, policy: dynamic}]}")
 		for range 3 {
 			n.publish(t)
 			<-time.After(allocationPoll)

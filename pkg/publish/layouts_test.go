@@ -11,6 +11,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 // fakeRecords acts as the checkpoint records of claims and as the GPU. ours has the IDs of the MIG
@@ -61,9 +62,9 @@ func halvesWith(instances ...device.Instance) inventory.Snapshot {
 // newAnnotatedLayouts returns Layouts with the policy dynamic and a Node annotation with the given
 // policies.
 func newAnnotatedLayouts(r *fakeRecords, rules string) *Layouts {
-	configured, _ := device.ParsePolicies("dynamic")
+	configured, _ := settings.ParseMIG("dynamic")
 	l := NewLayouts(r, &fakeCluster{}, configured)
-	policies, _ := device.ParsePolicies(rules)
+	policies, _ := settings.ParseMIG(rules)
 	l.SetNodePolicies(policies)
 	return l
 }
@@ -161,7 +162,7 @@ func TestBusyGPUKeepsItsLastLayout(t *testing.T) {
 }
 
 func TestNoPartitionsBeforeNodeAnnotationIsKnown(t *testing.T) {
-	adopt, err := device.ParsePolicies("adopt")
+	adopt, err := settings.ParseMIG("adopt")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,7 +181,7 @@ func TestNoPartitionsBeforeNodeAnnotationIsKnown(t *testing.T) {
 }
 
 func TestNodePoliciesOverrideConfiguration(t *testing.T) {
-	configured, err := device.ParsePolicies("off")
+	configured, err := settings.ParseMIG("off")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +191,7 @@ func TestNodePoliciesOverrideConfiguration(t *testing.T) {
 	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
 		t.Error(got)
 	}
-	adopt, err := device.ParsePolicies("GPU-1=adopt")
+	adopt, err := settings.ParseMIG("rules: [{gpus: GPU-1, policy: adopt}]")
 	if err != nil {
 		t.Fatal(err)
 	}

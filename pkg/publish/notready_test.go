@@ -14,7 +14,7 @@ import (
 func TestNotReadyTaintKeepsHealthTaints(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 999, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, at, s, 79), "")
+	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, at, s, 79), nil)
 	m.conditions, m.now = []nodeview.Condition{{Code: "cdi-disabled", Since: at}}, at.Add(time.Hour)
 	marked, count, settled := m.mark(all)
 	first, second := marked[0].Devices[0].Taints, marked[0].Devices[1].Taints
@@ -44,7 +44,7 @@ func TestUnreadyNodeKeepsClaimedDevicesWithoutTaintSupport(t *testing.T) {
 		"transient":  {passing, []string{firstGPU, secondGPU}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, all := newMarker(t, Features{}, s, nil, "", firstGPU)
+			m, all := newMarker(t, Features{}, s, nil, nil, firstGPU)
 			m.conditions, m.now = c.conditions, at
 			marked, count, settled := m.mark(all)
 			var names []string

@@ -93,9 +93,9 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 	}
 	u.client, _ = client.(*fake.Clientset)
 	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{})
-	effects, err := health.ParseEffects("")
-	if err != nil {
-		t.Fatal(err)
+	effects, errs := health.NewEffects(nil, nil)
+	if errs != nil {
+		t.Fatal(errs)
 	}
 	u.publisher = New(Options{
 		Client: client, NodeName: "node", Leader: leader.New(t.TempDir(), time.Now()),

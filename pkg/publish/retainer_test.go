@@ -17,6 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 func buildSlices(offerings []device.Offering) []resourceslice.Slice {
@@ -115,7 +116,7 @@ func (n *node) restartPlugin(t *testing.T, policy string) {
 
 func (n *node) setPolicy(t *testing.T, policy string) {
 	t.Helper()
-	p, err := device.ParsePolicies(policy)
+	p, err := settings.ParseMIG(policy)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -187,17 +188,17 @@ func TestAllocatedDevicesStayPublishedUnchanged(t *testing.T) {
 		{small, "dynamic", "static"},
 		{small, "dynamic", "off"},
 		{small, "dynamic", "adopt"},
-		{small, "dynamic", "dynamic,GPU-0=static"},
-		{small, "dynamic", "dynamic,GPU-1=static"},
-		{small, "dynamic(1g.10gb)", "dynamic(3g.40gb)"},
-		{small, "dynamic(1g.10gb)", "dynamic"},
-		{large, "adopt", "dynamic(1g.10gb)"},
+		{small, "dynamic", "{policy: dynamic, rules: [{gpus: GPU-0, policy: static}]}"},
+		{small, "dynamic", "{policy: dynamic, rules: [{gpus: GPU-1, policy: static}]}"},
+		{small, "{policy: dynamic, profiles: [1g.10gb]}", "{policy: dynamic, profiles: [3g.40gb]}"},
+		{small, "{policy: dynamic, profiles: [1g.10gb]}", "dynamic"},
+		{large, "adopt", "{policy: dynamic, profiles: [1g.10gb]}"},
 		{gpuName, "dynamic", "static"},
 		{gpuName, "dynamic", "off"},
 		{gpuName, "static", "dynamic"},
-		{gpuName, "static", "adopt(3g.40gb)"},
-		{gpuName, "off", "static,GPU-1=dynamic"},
-		{gpuName, "static,GPU-1=dynamic", "static"},
+		{gpuName, "static", "{policy: adopt, profiles: [3g.40gb]}"},
+		{gpuName, "off", "{policy: static, rules: [{gpus: GPU-1, policy: dynamic}]}"},
+		{gpuName, "{policy: static, rules: [{gpus: GPU-1, policy: dynamic}]}", "static"},
 	} {
 		for _, prepared := range []bool{false, true} {
 			for what, meanwhile := range map[string]func(*testing.T, *node){
@@ -259,7 +260,7 @@ func TestRetainedPartitionLeavesOtherPlacementsToPolicy(t *testing.T) {
 
 func TestClaimsListedOnlyForRemovalOrChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newNode(t, "dynamic(1g.10gb)")
+		n := newNode(t, "{policy: dynamic, profiles: [1g.10gb]}")
 		n.claims[small], n.exclusive[small] = "team/held", "uid"
 		n.publishUntilSettled(t)
 		n.setPolicy(t, "dynamic") // this policy offers more devices

@@ -5,10 +5,11 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 func TestShareRulesNeedClusterFeatures(t *testing.T) {
-	rules, err := device.ParseShares("fractions")
+	rules, err := settingstest.Shares("[{kind: fractions}]")
 	if err != nil {
 		t.Fatal(err)
 	}

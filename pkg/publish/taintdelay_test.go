@@ -13,6 +13,7 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
 
@@ -44,7 +45,7 @@ func TestTaintIsNotDelayedByLockedGPU(t *testing.T) {
 				u := newPublishingNode(t, client, halvesWith())
 				gpu := &lockedGPU{fakeRecords: &fakeRecords{onCard: []device.Instance{instance(1, 0)}}}
 				u.publisher.opts.Claims, u.publisher.builder.layouts.ownership = gpu, gpu
-				policies, err := device.ParsePolicies("dynamic")
+				policies, err := settings.ParseMIG("dynamic")
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -47,12 +47,12 @@ func newMonitor(t *testing.T, at time.Time, s inventory.Snapshot, kinds ...uint6
 }
 
 func newMarker(
-	t *testing.T, f Features, s inventory.Snapshot, view *health.View, effects string, claimed ...string,
+	t *testing.T, f Features, s inventory.Snapshot, view *health.View, effects map[string]health.Effect, claimed ...string,
 ) (marker, []resourceslice.Slice) {
 	t.Helper()
-	e, err := health.ParseEffects(effects)
-	if err != nil {
-		t.Fatal(err)
+	e, errs := health.NewEffects(effects, nil)
+	if errs != nil {
+		t.Fatal(errs)
 	}
 	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: deviceNames{}, withdrawn: deviceNames{}}
 	for _, g := range s.Node.GPUs {
@@ -79,34 +79,36 @@ func TestMarkTaints(t *testing.T) {
 	for name, c := range map[string]struct {
 		features Features
 		view     *health.View
-		effects  string
+		effects  map[string]health.Effect
 		want     []string
 	}{
-		"an XID":                  {all, xids(79), "", []string{"xid=79:NoSchedule"}},
-		"an XID that degrades":    {all, xids(144), "", []string{"xid=144:None"}},
-		"without the effect None": {withoutNone, xids(144), "", nil},
-		"an application's XID":    {all, xids(31), "", nil},
+		"an XID":                  {all, xids(79), nil, []string{"xid=79:NoSchedule"}},
+		"an XID that degrades":    {all, xids(144), nil, []string{"xid=144:None"}},
+		"without the effect None": {withoutNone, xids(144), nil, nil},
+		"an application's XID":    {all, xids(31), nil, nil},
 		// Each taint key has one taint, with the most severe effect.
-		"a grave and a mild XID":           {all, xids(144, 79, 31), "", []string{"xid=79:NoSchedule"}},
-		"the milder of two XIDs withdraws": {all, xids(144, 79), "unhealthy=none,degraded=NoSchedule", []string{"xid=144:NoSchedule"}},
-		"of two XIDs one is off":           {all, xids(144, 79), "unhealthy=off", []string{"xid=144:None"}},
-		"configured effect":                {all, xids(79), "unhealthy=NoExecute", []string{"xid=79:NoExecute"}},
-		"not at all":                       {all, xids(79, 144), "unhealthy=off,degraded=off", nil},
+		"a grave and a mild XID": {all, xids(144, 79, 31), nil, []string{"xid=79:NoSchedule"}},
+		"the milder of two XIDs withdraws": {
+			all, xids(144, 79), map[string]health.Effect{"unhealthy": "none", "degraded": "NoSchedule"}, []string{"xid=144:NoSchedule"},
+		},
+		"of two XIDs one is off": {all, xids(144, 79), map[string]health.Effect{"unhealthy": "off"}, []string{"xid=144:None"}},
+		"configured effect":      {all, xids(79), map[string]health.Effect{"unhealthy": "NoExecute"}, []string{"xid=79:NoExecute"}},
+		"not at all":             {all, xids(79, 144), map[string]health.Effect{"unhealthy": "off", "degraded": "off"}, nil},
 		"the driver asks for a reset": {
-			all, viewWithCondition(t, at, s, nil, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule"},
+			all, viewWithCondition(t, at, s, nil, reset), nil, []string{"unhealthy=recovery-gpu-reset:NoSchedule"},
 		},
 		"an XID, and the driver asks for a reset": {
-			all, viewWithCondition(t, at, s, []uint64{95}, reset), "", []string{"unhealthy=recovery-gpu-reset:NoSchedule", "xid=95:NoSchedule"},
+			all, viewWithCondition(t, at, s, []uint64{95}, reset), nil, []string{"unhealthy=recovery-gpu-reset:NoSchedule", "xid=95:NoSchedule"},
 		},
-		"a remap is pending": {all, viewWithCondition(t, at, s, nil, pending), "", []string{"degraded=remap-pending:None"}},
-		"lost":               {all, viewWithCondition(t, at, s, nil, lost), "", []string{"gpu-lost=:NoSchedule"}},
-		"lost after an XID":  {all, viewWithCondition(t, at, s, []uint64{79}, lost), "", []string{"gpu-lost=:NoSchedule", "xid=79:NoSchedule"}},
+		"a remap is pending": {all, viewWithCondition(t, at, s, nil, pending), nil, []string{"degraded=remap-pending:None"}},
+		"lost":               {all, viewWithCondition(t, at, s, nil, lost), nil, []string{"gpu-lost=:NoSchedule"}},
+		"lost after an XID":  {all, viewWithCondition(t, at, s, []uint64{79}, lost), nil, []string{"gpu-lost=:NoSchedule", "xid=79:NoSchedule"}},
 		"unmonitored": {
-			all, viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "", []string{"unmonitored=:None"},
+			all, viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), nil, []string{"unmonitored=:None"},
 		},
 		"unmonitored, evicting": {
 			all, viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}),
-			"unknown=NoExecute", []string{"unmonitored=:NoExecute"},
+			map[string]health.Effect{"unknown": "NoExecute"}, []string{"unmonitored=:NoExecute"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -138,7 +140,7 @@ func TestUnvalidatedGPUsAreTainted(t *testing.T) {
 	at := time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	taintsOf := func(f Features, required bool, monitor *health.Monitor) map[string]string {
-		m, slices := newMarker(t, f, s, monitor.View(), "")
+		m, slices := newMarker(t, f, s, monitor.View(), nil)
 		m.requireValidation = required
 		marked, _, _ := m.mark(slices)
 		taints := map[string]string{}
@@ -197,20 +199,20 @@ func TestReferenceDriverTolerationsMatch(t *testing.T) {
 	s := readyWith("0000:1b:00.0")
 	for name, c := range map[string]struct {
 		view       *health.View
-		effects    string
+		effects    map[string]health.Effect
 		toleration resourceapi.DeviceToleration
 	}{
-		"any XID": {viewWithXIDs(t, at, s, 79), "", resourceapi.DeviceToleration{
+		"any XID": {viewWithXIDs(t, at, s, 79), nil, resourceapi.DeviceToleration{
 			Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpExists,
 		}},
-		"one XID": {viewWithXIDs(t, at, s, 79), "", resourceapi.DeviceToleration{
+		"one XID": {viewWithXIDs(t, at, s, 79), nil, resourceapi.DeviceToleration{
 			Key: "gpu.nvidia.com/xid", Operator: resourceapi.DeviceTolerationOpEqual, Value: "79", Effect: resourceapi.DeviceTaintEffectNoSchedule,
 		}},
-		"a lost GPU": {viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachLost}), "", resourceapi.DeviceToleration{
+		"a lost GPU": {viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachLost}), nil, resourceapi.DeviceToleration{
 			Key: "gpu.nvidia.com/gpu-lost", Operator: resourceapi.DeviceTolerationOpEqual,
 		}},
 		"not monitored": {
-			viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), "unknown=NoSchedule",
+			viewWithCondition(t, at, s, nil, device.Condition{Reach: device.ReachFailed}), map[string]health.Effect{"unknown": "NoSchedule"},
 			resourceapi.DeviceToleration{Key: "gpu.nvidia.com/unmonitored", Operator: resourceapi.DeviceTolerationOpEqual},
 		},
 	} {
@@ -239,15 +241,15 @@ func TestUnhealthyDeviceIsWithdrawnUnlessClaimed(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
 	view := viewWithXIDs(t, time.Now(), s, 79)
 	for name, c := range map[string]struct {
-		effects string
+		effects map[string]health.Effect
 		held    []string
 		want    []string
 		settled bool
 	}{
-		"withdrawn":           {"", nil, []string{secondGPU}, true},
-		"held":                {"", []string{firstGPU}, []string{firstGPU, secondGPU}, false},
-		"another is held":     {"", []string{secondGPU}, []string{secondGPU}, true},
-		"it is not taken out": {"unhealthy=none", nil, []string{firstGPU, secondGPU}, true},
+		"withdrawn":           {nil, nil, []string{secondGPU}, true},
+		"held":                {nil, []string{firstGPU}, []string{firstGPU, secondGPU}, false},
+		"another is held":     {nil, []string{secondGPU}, []string{secondGPU}, true},
+		"it is not taken out": {map[string]health.Effect{"unhealthy": "none"}, nil, []string{firstGPU, secondGPU}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m, all := newMarker(t, Features{}, s, view, c.effects, c.held...)
@@ -265,7 +267,7 @@ func TestUnhealthyDeviceIsWithdrawnUnlessClaimed(t *testing.T) {
 		})
 	}
 	only := readyWith("0000:1b:00.0")
-	m, all := newMarker(t, Features{}, only, viewWithXIDs(t, time.Now(), only, 79), "")
+	m, all := newMarker(t, Features{}, only, viewWithXIDs(t, time.Now(), only, 79), nil)
 	if marked, _, _ := m.mark(all); len(marked) != 0 {
 		t.Errorf("a slice without devices is published: %+v", marked)
 	}
@@ -285,7 +287,7 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 		features Features
 		want     int
 	}{{Features{DeviceTaints: true}, 4}, {Features{DeviceTaints: true, InformingTaints: true}, 6}} {
-		m, published := newMarker(t, c.features, s, nil, "unknown=NoSchedule,degraded=NoExecute")
+		m, published := newMarker(t, c.features, s, nil, map[string]health.Effect{"unknown": "NoSchedule", "degraded": "NoExecute"})
 		taints := m.allTaints(published[0].Devices[0], v, notReady)
 		if len(taints) != c.want {
 			t.Errorf("%+v: want %d taints: %v", c.features, c.want, taints)
@@ -298,7 +300,7 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 
 func TestTaintsAreCounted(t *testing.T) {
 	s := readyWith("0000:1b:00.0", "0000:43:00.0")
-	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, time.Now(), s, 95), "")
+	m, all := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, time.Now(), s, 95), nil)
 	if _, count, _ := m.mark(all); count[metrics.Taint{Key: "xid", Effect: "NoSchedule"}] != 1 {
 		t.Errorf("%v", count)
 	}

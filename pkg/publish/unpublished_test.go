@@ -14,7 +14,7 @@ import (
 // for long. A restarted plugin must publish the allocated device again.
 func TestAllocatedDeviceIsRetainedWithoutSlices(t *testing.T) {
 	for _, prepared := range []bool{false, true} {
-		for _, policy := range []string{"static", "off", "dynamic(3g.40gb)", "dynamic"} {
+		for _, policy := range []string{"static", "off", "{policy: dynamic, profiles: [3g.40gb]}", "dynamic"} {
 			synctest.Test(t, func(t *testing.T) {
 				n := newNode(t, "dynamic")
 				n.claims[small] = "team/held"
@@ -112,7 +112,7 @@ func TestNothingOverlapsDevicesBeingRemoved(t *testing.T) {
 	for _, change := range []struct{ from, to, taken, other string }{
 		{"dynamic", "static", small, gpuName},
 		{"dynamic", "off", small, gpuName},
-		{"dynamic(1g.10gb)", "dynamic(3g.40gb)", small, gpuName + "-mig-9-0"},
+		{"{policy: dynamic, profiles: [1g.10gb]}", "{policy: dynamic, profiles: [3g.40gb]}", small, gpuName + "-mig-9-0"},
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			n := newNode(t, change.from)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 // request is one request that a random claim may contain. Its DeviceClass selects the devices,
@@ -24,7 +25,7 @@ type request struct {
 // requests for their devices.
 func (c *cluster) publish(gpus []device.GPU) {
 	c.t.Helper()
-	rules, err := device.ParseShares(shareRules)
+	rules, err := settingstest.Shares(shareRules)
 	must(c.t, "read the rules", err)
 	var offerings []device.Offering
 	for _, g := range gpus {

@@ -14,7 +14,8 @@ import (
 // shareRules are sharing rules. Claims share the first GPU and all partitions 3g through MPS with
 // limited parts of memory and compute, and the second GPU and all partitions 1g without limits.
 // Each other device is for one claim alone.
-const shareRules = "fractions,#1=shares:2,*/1g*=shares:3,*/3g*=fractions"
+const shareRules = "[{kind: fractions}, {index: 1, kind: shares, count: 2}, " +
+	"{profile: '1g*', kind: shares, count: 3}, {profile: '3g*', kind: fractions}]"
 
 // amounts maps the name of a capacity, such as memory, to a quantity of it.
 type amounts map[resourceapi.QualifiedName]resource.Quantity

@@ -38,7 +38,7 @@ func partition(profile string) resourceapi.Device {
 }
 
 func TestDeviceClassesSelectOwnDevicesOnly(t *testing.T) {
-	objects, _ := render(t, "--set", "shares=shares:2", "--set-json",
+	objects, _ := render(t, "--set-json", twoShares, "--set-json",
 		`deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`)
 	whole := device.Whole{}.Device(device.Driver{})
 	shareOf := func(d resourceapi.Device, kind string) resourceapi.Device {
@@ -129,26 +129,30 @@ func TestDeviceClassExtendedResources(t *testing.T) {
 				`"extendedResourceName":""}]`},
 			both(map[string]string{"mig-1g.10gb.nvidia.com": "", "mig-2g.20gb.nvidia.com": ""}),
 		},
-		"a class of shares with fractions": {[]string{"--set", "shares=fractions"},
+		"a class of shares with fractions": {[]string{"--set-json", inFractions},
 			both(map[string]string{"shared.gpu.nvidia.com": ""})},
-		"a class of shares with shares of partitions": {[]string{"--set", "shares=off\\,*/1g.10gb = shares:2"},
-			both(map[string]string{"shared.gpu.nvidia.com": ""})},
-		"no class of shares if nothing is shared": {[]string{"--set", "shares=off\\,NVIDIA fractions*=off"}, both(nil)},
+		"a class of shares with shares of partitions": {
+			[]string{"--set-json", `shares=[{"kind":"off"},{"profile":"1g.10gb","kind":"shares","count":2}]`},
+			both(map[string]string{"shared.gpu.nvidia.com": ""}),
+		},
+		"no class of shares if nothing is shared": {
+			[]string{"--set-json", `shares=[{"kind":"off"},{"gpus":"NVIDIA fractions*","kind":"off"}]`}, both(nil),
+		},
 		"shares take the GPU's resource": {
-			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
+			[]string{"--set-json", fourShares, "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
 			both(map[string]string{"gpu.nvidia.com": "", "shared.gpu.nvidia.com": "nvidia.com/gpu"}),
 		},
 		"shares with another resource leave the GPU's": {
-			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared"},
+			[]string{"--set-json", fourShares, "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared"},
 			both(map[string]string{"shared.gpu.nvidia.com": "nvidia.com/gpu.shared"}),
 		},
 		"shares that are not offered take no resource": {[]string{"--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu"},
 			both(nil)},
 		"shares without a class take no resource": {
-			[]string{"--set", "shares=shares:4", "--set", "deviceClasses.shared.enabled=false", "--set",
+			[]string{"--set-json", fourShares, "--set", "deviceClasses.shared.enabled=false", "--set",
 				"deviceClasses.shared.extendedResourceName=nvidia.com/gpu"}, both(nil),
 		},
-		"no class at all": {[]string{"--set", "shares=fractions", "--set", "deviceClasses.gpu.enabled=false", "--set",
+		"no class at all": {[]string{"--set-json", inFractions, "--set", "deviceClasses.gpu.enabled=false", "--set",
 			"deviceClasses.mig.enabled=false", "--set", "deviceClasses.shared.enabled=false"}, map[string]string{}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -172,7 +176,7 @@ func TestDeviceClassExtendedResources(t *testing.T) {
 }
 
 func TestMIGClassExcludesShares(t *testing.T) {
-	_, err := template(t, "--set", "shares=shares:2", "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu",
+	_, err := template(t, "--set-json", twoShares, "--set", "deviceClasses.shared.extendedResourceName=nvidia.com/gpu",
 		"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb","extendedResourceName":"nvidia.com/gpu"}]`)
 	if want := "deviceClasses.migProfiles[0]: deviceClasses.shared already has extended resource nvidia.com/gpu."; err == nil ||
 		!strings.Contains(err.Error(), want) {

@@ -50,10 +50,11 @@ func TestRefusesToDisableMPSUnderClients(t *testing.T) {
 	}{
 		"a claim with MPS": {claim: mps, refused: true},
 		"a fraction":       {claim: claim(driver, "", consumes("memory")), refused: true},
-		"a fraction, and plain shares instead": {claim: claim(driver, "", consumes("memory")), args: []string{"--set",
-			"shares=shares:2"}, refused: true},
+		"a fraction, and plain shares instead": {
+			claim: claim(driver, "", consumes("memory")), args: []string{"--set-json", twoShares}, refused: true,
+		},
 		"MPS stays on":                  {claim: mps, args: withMPS},
-		"fractions are offered":         {claim: mps, args: []string{"--set", "shares=fractions"}},
+		"fractions are offered":         {claim: mps, args: []string{"--set-json", inFractions}},
 		"MPS was off":                   {claim: mps, gone: true},
 		"time-slicing":                  {claim: claim(driver, "TimeSlicing", nil)},
 		"a whole GPU":                   {claim: claim(driver, "", nil)},

@@ -87,17 +87,18 @@ func TestNotesWarnAboutSlowScheduler(t *testing.T) {
 	}{
 		"a default install":  {version: "1.36.6"},
 		"dynamic":            {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic"}, warned: true},
-		"dynamic, no shares": {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic,shares="}, warned: true},
-		"dynamic with a list, one GPU": {version: "1.35.4", args: []string{"--set-string",
-			"mig.policy=static\\,0000:db:00.0=dynamic(1g.10gb)"}, warned: true},
+		"dynamic, no shares": {version: "1.36.6", args: []string{"--set", "mig.policy=dynamic,shares=null"}, warned: true},
+		"dynamic with a list, one GPU": {version: "1.35.4", args: []string{"--set-json",
+			`mig.rules=[{"gpus":"0000:db:00.0","policy":"dynamic","profiles":["1g.10gb"]}]`}, warned: true},
 		"adopt, with a provider's suffix": {version: "1.36.2-gke.1000", args: []string{"--set", "mig.policy=adopt"}, warned: true},
 		"static":                          {version: "1.36.6", args: []string{"--set", "mig.policy=static"}},
-		"shares":                          {version: "1.36.6", args: []string{"--set", "shares=shares:4"}, warned: true},
-		"fractions of one model":          {version: "1.36.6", args: []string{"--set", "shares=NVIDIA A100*=fractions"}, warned: true},
-		"dynamic, a fast scheduler":       {version: "1.37.0", args: []string{"--set", "mig.policy=dynamic"}},
-		"dynamic, a pre-release of it":    {version: "1.37.0-rc.1", args: []string{"--set", "mig.policy=dynamic"}},
-		"shares, a fast scheduler":        {version: "1.37.0", args: []string{"--set", "shares=fractions"}},
-		"dynamic, a later scheduler":      {version: "1.38.1", args: []string{"--set", "mig.policy=dynamic"}},
+		"shares":                          {version: "1.36.6", args: []string{"--set-json", fourShares}, warned: true},
+		"fractions of one model": {version: "1.36.6", args: []string{"--set-json",
+			`shares=[{"gpus":"NVIDIA A100*","kind":"fractions"}]`}, warned: true},
+		"dynamic, a fast scheduler":    {version: "1.37.0", args: []string{"--set", "mig.policy=dynamic"}},
+		"dynamic, a pre-release of it": {version: "1.37.0-rc.1", args: []string{"--set", "mig.policy=dynamic"}},
+		"shares, a fast scheduler":     {version: "1.37.0", args: []string{"--set-json", inFractions}},
+		"dynamic, a later scheduler":   {version: "1.38.1", args: []string{"--set", "mig.policy=dynamic"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := notes(t, c.version, c.args...); strings.Contains(got, warning) != c.warned {

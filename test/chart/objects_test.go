@@ -23,12 +23,19 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 )
 
+// These are values of shares, for helm's --set-json.
+const (
+	inFractions = `shares=[{"kind":"fractions"}]`
+	twoShares   = `shares=[{"kind":"shares","count":2}]`
+	fourShares  = `shares=[{"kind":"shares","count":4}]`
+)
+
 // everything is the set of values that enables all features that are off by default.
 var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
-	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set",
-	`mig.policy=static\,NVIDIA A100*=dynamic\,NVIDIA H100*=adopt(1g.10gb\,1g.10gb+me)`,
+	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set-json",
+	`mig.rules=[{"gpus":"NVIDIA A100*","policy":"dynamic"},{"gpus":"NVIDIA H100*","policy":"adopt","profiles":["1g.10gb","1g.10gb+me"]}]`,
 	"--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true",
 	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],` +
 		`"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
@@ -87,16 +94,20 @@ func TestValueSetsRenderValidObjects(t *testing.T) {
 	}
 }
 
-// The plugin must accept the configuration file in the ConfigMap. It decodes strictly, so an
-// unknown key or an invalid value would keep every Pod from starting.
+// The plugin must accept the two files in the ConfigMap. It decodes strictly, so an unknown key or
+// an invalid value would keep every Pod from starting.
 func TestPluginAcceptsRenderedConfiguration(t *testing.T) {
 	for name, args := range valueSets {
 		t.Run(name, func(t *testing.T) {
 			objects, _ := render(t, args...)
-			path := filepath.Join(t.TempDir(), "config.yaml")
-			if err := os.WriteFile(path, []byte(only[*corev1.ConfigMap](t, objects, plugin).Data["config.yaml"]), 0o600); err != nil {
-				t.Fatal(err)
+			dir := t.TempDir()
+			for name, content := range only[*corev1.ConfigMap](t, objects, plugin).Data {
+				content = strings.ReplaceAll(content, "/etc/gpu-dra-driver/", dir+"/")
+				if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
+					t.Fatal(err)
+				}
 			}
+			path := filepath.Join(dir, "config.yaml")
 			container := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec.Containers[0]
 			environ := map[string]string{"GPU_DRA_CONFIG": path}
 			for _, e := range container.Env {
@@ -398,17 +409,23 @@ func TestSchemaRefusesInvalidValues(t *testing.T) {
 		"a duration without a unit":     {"uninstall.timeout=240", "timeout"},
 		"an argument without dashes":    {"extraArgs[0]=version", "extraArgs"},
 		"an unknown policy":             {"mig.policy=never", "policy"},
-		"an unclosed list of profiles":  {`mig.policy=dynamic(1g.10gb`, "policy"},
-		"an empty list of profiles":     {`mig.policy=dynamic()`, "policy"},
-		"a list of profiles for static": {`mig.policy=static(1g.10gb)`, "policy"},
-		"an invalid profile":            {`mig.policy=dynamic(1g.10gb\,small)`, "policy"},
-		"a policy without a name":       {`mig.policy=static\,=off`, "policy"},
+		"profiles for static":           {"mig.profiles={1g.10gb}", "profiles"},
+		"an invalid profile":            {"mig.policy=dynamic,mig.profiles={1g.10gb,small}", "profiles"},
 		"a policy that is a Boolean":    {"mig.policy=false", "policy"},
-		"shares of no kind":             {"shares=half", "shares"},
-		"shares without a number":       {"shares=shares:", "shares"},
-		"a single share":                {"shares=shares:1", "shares"},
-		"more shares than processes":    {"shares=shares:1001", "shares"},
-		"shares that are a Boolean":     {"shares=false", "shares"},
+		"a rule without a policy":       {"mig.rules[0].gpus=GPU-1", "policy"},
+		"a rule with an unknown key":    {"mig.rules[0].policy=static,mig.rules[0].gpu=GPU-1", "gpu"},
+		"policies in a string":          {"mig=dynamic", "mig"},
+		"shares in a string":            {"shares=fractions", "shares"},
+		"shares of no kind":             {"shares[0].kind=half", "kind"},
+		"shares without a number":       {"shares[0].kind=shares", "count"},
+		"fractions with a number":       {"shares[0].kind=fractions,shares[0].count=4", "shares"},
+		"a single share":                {"shares[0].kind=shares,shares[0].count=1", "count"},
+		"more shares than processes":    {"shares[0].kind=shares,shares[0].count=1001", "count"},
+		"shares of one GPU by two ways": {"shares[0].kind=fractions,shares[0].index=0,shares[0].gpus=GPU-1", "shares"},
+		"a state that does not exist":   {"health.effects.dead=none", "dead"},
+		"an effect that does not exist": {"health.effects.lost=Evict", "lost"},
+		"an XID without a number":       {"xidRules.gone=app", "xidRules"},
+		"a weight that does not exist":  {"xidRules.79=dead", "79"},
 		"a network without a prefix":    {`networkPolicy.apiServer[0].cidr=10.0.0.1,networkPolicy.apiServer[0].port=443`, "cidr"},
 		"an API server without port":    {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
 		"an update strategy of MPS":     {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},

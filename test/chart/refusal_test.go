@@ -100,7 +100,7 @@ func TestRefusesDeviceClassOfAnotherRelease(t *testing.T) {
 	}{
 		"gpu.nvidia.com": {nil, []string{"--set", "deviceClasses.gpu.enabled=false"}, "deviceClasses.gpu.enabled=false"},
 		"mig.nvidia.com": {nil, []string{"--set", "deviceClasses.mig.enabled=false"}, "deviceClasses.mig.enabled=false"},
-		"shared.gpu.nvidia.com": {[]string{"--set", "shares=fractions"}, []string{"--set", "deviceClasses.shared.enabled=false"},
+		"shared.gpu.nvidia.com": {[]string{"--set-json", inFractions}, []string{"--set", "deviceClasses.shared.enabled=false"},
 			"deviceClasses.shared.enabled=false"},
 		"mig-1g.10gb.nvidia.com": {[]string{"--set-json", profiles}, nil, "deviceClasses.migProfiles[0]: "},
 	} {

@@ -40,7 +40,7 @@ func TestSupervisorDaemonSet(t *testing.T) {
 		}
 	})
 	t.Run("does not depend on the plugin's settings", func(t *testing.T) {
-		changed, _ := render(t, "--set", "mps.enabled=true", "--set", "logVerbosity=5", "--set", "shares=fractions", "--set",
+		changed, _ := render(t, "--set", "mps.enabled=true", "--set", "logVerbosity=5", "--set-json", inFractions, "--set",
 			"mig.policy=static", "--set", "metrics.port=9090")
 		if diff := cmp.Diff(set.Spec, only[*appsv1.DaemonSet](t, changed, supervisor).Spec); diff != "" {
 			t.Error(diff)
@@ -174,14 +174,16 @@ func TestSupervisorIsOptIn(t *testing.T) {
 		args []string
 		want bool
 	}{
-		"by default":                  {nil, false},
-		"enabled":                     {withMPS, true},
-		"fractions":                   {[]string{"--set", "shares=fractions"}, true},
-		"fractions of one model":      {[]string{"--set", `shares=shares:2\,NVIDIA L40S = fractions`}, true},
-		"fractions, and MPS disabled": {[]string{"--set", "shares=fractions", "--set", "mps.enabled=false"}, true},
-		"plain shares":                {[]string{"--set", "shares=shares:2"}, false},
-		"a model of that name":        {[]string{"--set", "shares=NVIDIA fractions=shares:2"}, false},
-		"a model named like the kind": {[]string{"--set", "shares=fractions=off"}, false},
+		"by default": {nil, false},
+		"enabled":    {withMPS, true},
+		"fractions":  {[]string{"--set-json", inFractions}, true},
+		"fractions of one model": {
+			[]string{"--set-json", `shares=[{"kind":"shares","count":2},{"gpus":"NVIDIA L40S","kind":"fractions"}]`}, true,
+		},
+		"fractions, and MPS disabled": {[]string{"--set-json", inFractions, "--set", "mps.enabled=false"}, true},
+		"plain shares":                {[]string{"--set-json", twoShares}, false},
+		"a model of that name":        {[]string{"--set-json", `shares=[{"gpus":"NVIDIA fractions","kind":"shares","count":2}]`}, false},
+		"a model named like the kind": {[]string{"--set-json", `shares=[{"gpus":"fractions","kind":"off"}]`}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			objects, text := render(t, c.args...)

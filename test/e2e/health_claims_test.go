@@ -29,7 +29,7 @@ func TestHealthClaims(t *testing.T) {
 		[]string{"/bin/sh", "-ec", `[ ! -e ` + lateDriver + ` ] || set -- "$@" --no-driver --no-devices --no-uvm; "$@"`, "boot"},
 		node.BootHook...)
 	w := bringUp(t, "e2e-illuse", node)
-	w.install(t, "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
+	w.install(t, "--set-json", sharesValue(shareRules...))
 	w.offersSome(t)
 
 	t.Run("claims are prepared and given back while events come", w.testClaimsMeanwhile)

@@ -356,7 +356,7 @@ func (w *world) testDriverUpgrade(t *testing.T) {
 }
 
 func (w *world) testEvicted(t *testing.T) {
-	w.install(t, "--set", "health.effects=unhealthy=NoExecute")
+	w.install(t, "--set", "health.effects.unhealthy=NoExecute")
 	w.offersShapes(t, h100, 8, 200)
 	u := w.tenant(t)
 	u.gpus(1)

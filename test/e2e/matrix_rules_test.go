@@ -10,15 +10,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// escaped escapes the commas in sharing rules, so that helm takes the rules as one value.
-func escaped(rules string) string { return strings.ReplaceAll(rules, ",", `\,`) }
-
 // testOtherRules changes the sharing rules while claims hold shares. Their Pods must continue and
 // still keep other claims from the whole GPU. No claim may get a new share until the old rules are
 // restored.
 func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 	t := u.t
-	w.install(t, "--reuse-values", "--set", "shares="+escaped(fractioned+"=shares:4,"+timeSliced+"=fractions"))
+	w.install(t, "--reuse-values", "--set-json", sharesValue(plainShares(fractioned, "", 4), fractions(timeSliced, "")))
 	// held collects the share devices of all allocated claims, also of claims that the driver refused,
 	// because the scheduler has allocated their shares.
 	claims, err := w.Client.ResourceV1().ResourceClaims(u.namespace).List(t.Context(), metav1.ListOptions{})
@@ -64,7 +61,7 @@ func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 		u.waits(pod)
 	}
 	same(t)
-	w.install(t, "--reuse-values", "--set", "shares="+escaped(matrixRules))
+	w.install(t, "--reuse-values", "--set-json", sharesValue(matrixRules...))
 	u.running(joining...)
 	for _, pod := range whole {
 		if p := u.get(pod); p.Spec.NodeName != "" {

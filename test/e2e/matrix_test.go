@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -26,7 +27,9 @@ const (
 
 // matrixRules are sharing rules for more shares than the claims of the function cells take. They
 // also share partitions that an admin created.
-const matrixRules = shareRules + "," + timeSliced + "=shares:6," + staticGPU + "/1g.20gb=fractions," + staticGPU + "/2g.20gb=shares:6"
+var matrixRules = append(
+	slices.Clone(shareRules), plainShares(timeSliced, "", 6), fractions(staticGPU, "1g.20gb"), plainShares(staticGPU, "2g.20gb", 6),
+)
 
 // cells returns all combinations of a kind of device and a way of sharing it. Combinations with
 // shares of the same kind take shares of one device, each other combination has a device for
@@ -111,7 +114,7 @@ func TestMatrix(t *testing.T) {
 	index := w.index(t, staticGPU)
 	w.smi(t, h100, "-i", index, "-mig", "1")
 	w.smi(t, h100, "mig", "-i", index, "-cgi", "14,15,19,19,19", "-C")
-	w.install(t, "--set", "shares="+escaped(matrixRules))
+	w.install(t, "--set-json", sharesValue(matrixRules...))
 	w.offers(t, h100, 7)
 	bare := w.settings(t)
 

@@ -69,7 +69,7 @@ func (w *world) testAnnotation(t *testing.T) {
 		w.offersAs(t, nodeLaidOut, want)
 	}
 	asCut := laidOut["1b-00-0"]
-	offers("0000:43:00.0=off,0000:1b:00.0=off", "whole", "")
+	offers("rules: [{gpus: '0000:43:00.0', policy: off}, {gpus: '0000:1b:00.0', policy: off}]", "whole", "")
 	w.asPromised(t, nodeLaidOut, 1)
 	w.saysLimited(
 		t,
@@ -77,12 +77,12 @@ func (w *world) testAnnotation(t *testing.T) {
 		"MIG instances exist that no claim created, and the policy offers whole GPUs only: remove them with nvidia-smi mig",
 		1,
 	)
-	offers("NVIDIA H100*=static", "whole", asCut)
+	offers("rules: [{gpus: NVIDIA H100*, policy: static}]", "whole", asCut)
 	w.asPromised(t, nodeLaidOut, 2)
-	w.annotate(t, nodeLaidOut, "0000:43:00.0=carve")
+	w.annotate(t, nodeLaidOut, "rules: [{gpus: '0000:43:00.0', policy: carve}]")
 	eventually(t, 30*time.Second, "an Event reports the annotation that cannot be read", func() (bool, string) {
 		events := w.events(t, "default", nodeLaidOut)
-		return strings.Contains(events, "PolicyIgnored: ") && strings.Contains(events, `"0000:43:00.0=carve"`), events
+		return strings.Contains(events, "PolicyIgnored: ") && strings.Contains(events, `rules[0].policy: Invalid value: "carve"`), events
 	})
 	w.offersAs(t, nodeLaidOut, map[string]string{"1b-00-0": asCut, "43-00-0": "whole", "9b-00-0": laidOut["9b-00-0"], "b1-00-0": "whole"})
 	offers("", "+25 whole", asCut)
@@ -110,7 +110,7 @@ func (w *world) testHandOver(t *testing.T) {
 	u.pod("user", onNode(nodeLaidOut), fromTemplate("gpu", "admins"))
 	u.running("user")
 	given := u.seesPartitions("user", "gpu")
-	w.annotate(t, nodeLaidOut, "0000:1b:00.0=adopt")
+	w.annotate(t, nodeLaidOut, "rules: [{gpus: '0000:1b:00.0', policy: adopt}]")
 	want := maps.Clone(laidOut)
 	want["1b-00-0"] = "14-4"
 	w.offersAs(t, nodeLaidOut, want)

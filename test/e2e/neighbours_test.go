@@ -40,7 +40,7 @@ func TestNeighbours(t *testing.T) {
 // node.
 func (w *world) installDefault(t *testing.T, more ...string) {
 	t.Helper()
-	w.install(t, append([]string{"--set", "mig.policy=", "--set", "mps.enabled=false"}, more...)...)
+	w.install(t, append([]string{"--set", "mig.policy=static", "--set", "mps.enabled=false"}, more...)...)
 }
 
 func (w *world) testDefaultOffer(t *testing.T) {
@@ -256,14 +256,14 @@ func (w *world) testPolicyChanges(t *testing.T) {
 
 	// Annotations limit the partitions to two profiles, and then to a profile that no GPU of the node
 	// has.
-	w.annotate(t, h100, "dynamic(1g.10gb,3g.40gb)")
+	w.annotate(t, h100, "{policy: dynamic, profiles: [1g.10gb, 3g.40gb]}")
 	w.offersShapes(t, h100, 8, 7*twoProfiles)
 	h.end(u, "whole")
 	w.offersShapes(t, h100, 8, 8*twoProfiles)
 	u.pod("small-again", onNode(h100), fromTemplate("gpu", "small"))
 	u.running("small-again")
 	h.hold(u, "small-again")
-	w.annotate(t, h100, "dynamic(1g.11gb)")
+	w.annotate(t, h100, "{policy: dynamic, profiles: [1g.11gb]}")
 	w.nodeHears(t, h100, "GPUsLimited", "1g.11gb", "1g.10gb+me")
 	h.end(u, "small-again")
 	w.offersShapes(t, h100, 8, 0)

@@ -23,8 +23,8 @@ func (w *world) testMPSSwitchedOff(t *testing.T) {
 		u.pod(pod, onNode(h100), fromTemplate("gpu", pod))
 	}
 	u.running("mps", "share")
-	plain := strings.ReplaceAll(timeSliced+"=shares:3,"+cutShares+"/2g.20gb=shares:2", ",", `\,`)
-	off := []string{"--reuse-values", "--set", "mps.enabled=false", "--set", "shares=" + plain}
+	plain := sharesValue(plainShares(timeSliced, "", 3), plainShares(cutShares, "2g.20gb", 2))
+	off := []string{"--reuse-values", "--set", "mps.enabled=false", "--set-json", plain}
 	if err := clusterharness.Install(t.Context(), w.Cluster, w.root, off...); err == nil ||
 		!strings.Contains(err.Error(), "the Pods of 2 claims") {
 		t.Errorf("helm switches MPS off under claims: %v, want an error with their number", err)
@@ -49,7 +49,7 @@ func (w *world) testMPSSwitchedOff(t *testing.T) {
 		w.unset(t, address, "Default")
 	}
 
-	w.install(t, "--reuse-values", "--set", "mps.enabled=true", "--set", "shares="+strings.ReplaceAll(shareRules, ",", `\,`))
+	w.install(t, "--reuse-values", "--set", "mps.enabled=true", "--set-json", sharesValue(shareRules...))
 	w.supervisor(t)
 	u.pod("again", onNode(h100), fromTemplate("gpu", "share"))
 	u.running("again")

@@ -27,8 +27,25 @@ const (
 	staticGPU  = "0000:df:00.0" // partitioned by an admin
 )
 
-const shareRules = fractioned + "=fractions," + timeSliced + "=shares:3," + cutShares + "/1g.10gb=fractions," + cutShares +
-	"/2g.20gb=shares:2"
+// shareRules is the chart's value "shares".
+var shareRules = []string{
+	fractions(fractioned, ""), plainShares(timeSliced, "", 3), fractions(cutShares, "1g.10gb"), plainShares(cutShares, "2g.20gb", 2),
+}
+
+// fractions returns a rule that shares these GPUs, or their partitions of this profile, in
+// fractions.
+func fractions(gpus, profile string) string {
+	return fmt.Sprintf(`{"gpus":%q,"profile":%q,"kind":"fractions"}`, gpus, profile)
+}
+
+// plainShares returns a rule that shares these GPUs, or their partitions of this profile, in plain
+// shares.
+func plainShares(gpus, profile string, count int) string {
+	return fmt.Sprintf(`{"gpus":%q,"profile":%q,"kind":"shares","count":%d}`, gpus, profile, count)
+}
+
+// sharesValue returns the chart's value "shares" with these rules, for helm's --set-json.
+func sharesValue(rules ...string) string { return "shares=[" + strings.Join(rules, ",") + "]" }
 
 // TestSharing lets several containers, Pods and claims use one GPU or MIG device, in every way of
 // sharing.
@@ -43,8 +60,8 @@ func TestSharing(t *testing.T) {
 		t,
 		"--set",
 		"mps.enabled=true",
-		"--set",
-		"shares="+strings.ReplaceAll(shareRules, ",", `\,`),
+		"--set-json",
+		sharesValue(shareRules...),
 		"--set",
 		"deviceClasses.shared.extendedResourceName=nvidia.com/gpu.shared",
 	)

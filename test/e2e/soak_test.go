@@ -19,8 +19,9 @@ const (
 
 // soakRules are sharing rules: claims share one GPU through MPS with limits, one by time slices,
 // and one in the form of partitions.
-const soakRules = fractioned + "=fractions," + timeSliced + "=shares:8," + cutShares + "/1g.10gb=fractions," + cutShares +
-	"/2g.20gb=shares:2"
+var soakRules = []string{
+	fractions(fractioned, ""), plainShares(timeSliced, "", 8), fractions(cutShares, "1g.10gb"), plainShares(cutShares, "2g.20gb", 2),
+}
 
 // TestSoak runs Pods with devices of every kind while the plugin and the kubelet are killed again
 // and again. Each Pod must have its claim's devices, and in the end the node must be as before. The
@@ -33,7 +34,7 @@ func TestSoak(t *testing.T) {
 	w := bringUp(t, "e2e-soak", sim.Node(h100, "dgx-h100"))
 	w.needSMI(t)
 	w.smi(t, h100, "-pm", "1")
-	w.install(t, "--set", "shares="+escaped(soakRules))
+	w.install(t, "--set-json", sharesValue(soakRules...))
 	w.offersShapes(t, h100, 8, 200)
 	w.supervisor(t)
 	t.Run("Pods come and go while plugin and kubelet are killed", w.testSoak)

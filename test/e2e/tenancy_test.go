@@ -26,7 +26,7 @@ func TestTenancy(t *testing.T) {
 	w := bringUpWith(t, cluster.Options{Name: "e2e-tenancy", ControlPlaneOnly: true})
 	if _, err := w.Helm(t.Context(), "install", clusterharness.Release, clusterharness.Chart(w.root),
 		"--namespace", clusterharness.Namespace, "--create-namespace", "--values", clusterharness.Values(w.root),
-		"--set", "shares=shares:2"); err != nil {
+		"--set-json", sharesValue(`{"kind":"shares","count":2}`)); err != nil {
 		t.Fatal(err)
 	}
 	t.Run("a quota limits each class", w.testQuota)

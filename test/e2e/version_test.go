@@ -53,7 +53,7 @@ func TestVersion(t *testing.T) {
 				Name: "e2e-version", Nodes: []cluster.NodeOptions{good, noCDI}, ReleaseDefaults: defaults,
 			})
 			w.needSMI(t)
-			w.releaseOn(t, clusterharness.Release, "own-root", "--set", "shares="+timeSliced+"=shares:3")
+			w.releaseOn(t, clusterharness.Release, "own-root", "--set-json", sharesValue(plainShares(timeSliced, "", 3)))
 			w.offers(t, h100, 8)
 			found[gates] = w.findings(t)
 			name = w.versions(t)

@@ -18,8 +18,10 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/models"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 // Keys of GPU models.
@@ -121,9 +123,9 @@ func GPU(key, node string, i int) (device.GPU, error) {
 // Node adds a node with n GPUs of a model, and the slices that its plugin publishes under these
 // policies and shares.
 func (c *Cluster) Node(name, key string, n int, policies, shares string) *corev1.Node {
-	rules, err := device.ParsePolicies(policies)
+	rules, err := settings.ParseMIG(policies)
 	must(err)
-	share, err := device.ParseShares(shares)
+	share, err := settingstest.Shares(shares)
 	must(err)
 	var offerings []device.Offering
 	for i := range n {

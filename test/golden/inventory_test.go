@@ -2,6 +2,7 @@ package golden
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"fmt"
 	"maps"
 	"os"
@@ -35,7 +36,7 @@ func TestInventory(t *testing.T) {
 		m := models[key]
 		root := t.TempDir()
 		layOut(t, root, m, models)
-		for name, args := range outputs(m) {
+		for name, args := range outputs(t, m) {
 			t.Run(key+"/"+name, func(t *testing.T) {
 				t.Parallel()
 				golden.check(t, filepath.Join(key, name), inventory(t, program, root, args))
@@ -82,21 +83,28 @@ func layOut(t *testing.T, root string, m *model.GPU, models map[string]*model.GP
 
 // outputs returns, for each golden file of this model, the arguments of the inventory command whose
 // output is compared with the file.
-func outputs(m *model.GPU) map[string][]string {
-	slicesOf := func(args ...string) []string { return append([]string{"-o", "yaml"}, args...) }
+func outputs(t *testing.T, m *model.GPU) map[string][]string {
+	dir := t.TempDir()
+	slicesOf := func(settings string) []string {
+		file := filepath.Join(dir, fmt.Sprintf("%x.yaml", sha256.Sum256([]byte(settings))))
+		if err := os.WriteFile(file, []byte(settings), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return []string{"-o", "yaml", "--settings=" + file}
+	}
 	all := map[string][]string{
-		"off.yaml":       slicesOf("--mig-policy=off"),
-		"static.yaml":    slicesOf("--mig-policy=static"),
-		"dynamic.yaml":   slicesOf("--mig-policy=dynamic"),
-		"fractions.yaml": slicesOf("--mig-policy=static", "--shares=fractions"),
-		"shares.yaml":    slicesOf("--mig-policy=static", "--shares=shares:4"),
+		"off.yaml":       slicesOf("mig: {policy: off}"),
+		"static.yaml":    slicesOf("mig: {policy: static}"),
+		"dynamic.yaml":   slicesOf("mig: {policy: dynamic}"),
+		"fractions.yaml": slicesOf("shares: [{kind: fractions}]"),
+		"shares.yaml":    slicesOf("shares: [{kind: shares, count: 4}]"),
 		"cdi.json":       {"-o", "cdi"},
 	}
 	if m.MIG.Supported.Value {
 		first, last := m.MIG.Profiles[0], m.MIG.Profiles[len(m.MIG.Profiles)-1]
 		list := strings.ReplaceAll(first.Name+","+last.Name, "MIG ", "")
-		all["dynamic-list.yaml"] = slicesOf("--mig-policy=dynamic(" + list + ")")
-		all["adopt.yaml"] = slicesOf("--mig-policy=adopt")
+		all["dynamic-list.yaml"] = slicesOf("mig: {policy: dynamic, profiles: [" + list + "]}")
+		all["adopt.yaml"] = slicesOf("mig: {policy: adopt}")
 	}
 	return all
 }

@@ -82,16 +82,16 @@ func TestClusterAutoscalerSeesUtilization(t *testing.T) {
 		{"seven of eight", h100, "dynamic", false, isGPU, 7, 0.8, 0.9},
 		{"none", h100, "dynamic", false, isGPU, 0, 0, 0},
 		{"half of each GPU", h100, "dynamic", false, isHalf, 8, 0.4, 0.6},
-		{"every small partition", h100, "dynamic(1g.10gb)", false, isSmall, 56, 0.8, 1},
-		{"half of the small partitions", h100, "dynamic(1g.10gb)", false, isSmall, 28, 0.4, 0.6},
+		{"every small partition", h100, "{policy: dynamic, profiles: [1g.10gb]}", false, isSmall, 56, 0.8, 1},
+		{"half of the small partitions", h100, "{policy: dynamic, profiles: [1g.10gb]}", false, isSmall, 28, 0.4, 0.6},
 		{"every small partition of A100", a100, "dynamic", true, isSmall, 56, 0.8, 1},
 		{"half of each A100", a100, "dynamic", true, isHalf, 8, 0.4, 0.6},
 		{"static, eight of eight", h100, "static", false, isGPU, 8, 1, 1},
 		{"static, seven of eight", h100, "static", false, isGPU, 7, 0.875, 0.875},
 		{"static, eight A100 of eight", a100, "static", false, isGPU, 8, 1, 1},
-		{"one dynamic, eight of eight", h100, "static,0000:20:00.0=dynamic", false, isGPU, 8, 1, 1},
-		{"one dynamic, seven of eight", h100, "static,0000:20:00.0=dynamic", false, isGPU, 7, 0.8, 0.9},
-		{"one static, half of the others", h100, "dynamic,0000:20:00.0=static", false, isHalf, 14, 0.8, 1},
+		{"one dynamic, eight of eight", h100, "{policy: static, rules: [{gpus: '0000:20:00.0', policy: dynamic}]}", false, isGPU, 8, 1, 1},
+		{"one dynamic, seven of eight", h100, "{policy: static, rules: [{gpus: '0000:20:00.0', policy: dynamic}]}", false, isGPU, 7, 0.8, 0.9},
+		{"one static, half of the others", h100, "{policy: dynamic, rules: [{gpus: '0000:20:00.0', policy: static}]}", false, isHalf, 14, 0.8, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			gpus := cards(t, c.model, 8, 0)
@@ -115,8 +115,10 @@ func TestClusterAutoscalerSeesUtilization(t *testing.T) {
 // counters, and vice versa. So either all devices of a node or none may consume counters.
 func TestAllGPUsOrNoneHaveCounters(t *testing.T) {
 	for policies, want := range map[string]bool{
-		"": false, "static": false, "off": false, "static,0000:27:00.0=dynamic": false, "static,0000:26:00.0=dynamic": true,
-		"off,0000:20:00.0=adopt(1g.10gb)": true, "dynamic": true,
+		"": false, "static": false, "off": false,
+		"{policy: static, rules: [{gpus: '0000:27:00.0', policy: dynamic}]}":                   false,
+		"{policy: static, rules: [{gpus: '0000:26:00.0', policy: dynamic}]}":                   true,
+		"{policy: 'off', rules: [{gpus: '0000:20:00.0', policy: adopt, profiles: [1g.10gb]}]}": true, "dynamic": true,
 	} { // the last GPU has no MIG mode
 		gpus := append(cards(t, h100, 7, 0), cards(t, "l40s-48gb", 8, 0)[7])
 		sets, consumed := map[string]bool{}, map[string]bool{}
@@ -223,7 +225,8 @@ func TestNodesOfAGroupHaveEqualCounterSets(t *testing.T) {
 		return all
 	}
 	for policies, want := range map[string]int{
-		"static": 0, "dynamic": 8, "dynamic(1g.10gb)": 8, "static,0000:20:00.0=dynamic": 8,
+		"static": 0, "dynamic": 8, "{policy: dynamic, profiles: [1g.10gb]}": 8,
+		"{policy: static, rules: [{gpus: '0000:20:00.0', policy: dynamic}]}": 8,
 	} {
 		first := sets(policies, 1)
 		if diff := cmp.Diff(first, sets(policies, 2)); diff != "" || len(first) != want {

@@ -12,6 +12,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
 )
@@ -78,7 +79,7 @@ func inMIGMode(gpus []device.GPU) []device.GPU {
 // published returns the slices that the plugin publishes for these GPUs under these MIG policies.
 func published(t *testing.T, policies string, gpus []device.GPU) []resourceslice.Slice {
 	t.Helper()
-	rules, err := device.ParsePolicies(policies)
+	rules, err := settings.ParseMIG(policies)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
@@ -136,7 +137,7 @@ func (n Node) layOut(ctx context.Context, addresses []string) error {
 // Config returns the configuration of a plugin on this node.
 func (n Node) Config() *config.Config {
 	c := config.Default()
-	c.NodeName, c.MIGPolicy = nodeName, "dynamic"
+	c.NodeName, c.Settings.MIG.Policy = nodeName, device.PolicyDynamic
 	c.PluginDir, c.CDIRoot = filepath.Join(n.Root, "plugin"), filepath.Join(n.Root, "cdi")
 	c.RegistrarDir = filepath.Join(n.Root, "registry")
 	c.DriverRoot, c.DriverRootMount = "/run/nvidia/driver", filepath.Join(n.Root, "driver")

@@ -17,7 +17,9 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 // policyRun simulates a node whose MIG policies change while claims hold devices, without faults.
@@ -61,11 +63,16 @@ var _ publish.Cluster = &policyRun{}
 // policyRules are policy rules that an admin may write. No GPU model has the profile that the last
 // of them names.
 var policyRules = []string{
-	"", "static", "dynamic", "off", "adopt", "dynamic(1g.10gb)", "dynamic(1g.10gb,3g.40gb)", "adopt(3g.40gb)",
-	"off,0000:1b:00.0=dynamic", "dynamic,0000:1c:00.0=static", "dynamic(5g.60gb)",
+	"", "static", "dynamic", "off", "adopt", "{policy: dynamic, profiles: [1g.10gb]}",
+	"{policy: dynamic, profiles: [1g.10gb, 3g.40gb]}", "{policy: adopt, profiles: [3g.40gb]}",
+	"{policy: 'off', rules: [{gpus: '0000:1b:00.0', policy: dynamic}]}",
+	"{policy: dynamic, rules: [{gpus: '0000:1c:00.0', policy: static}]}", "{policy: dynamic, profiles: [5g.60gb]}",
 }
 
-var shareRules = []string{"", "", "#1=shares:2", "#0=fractions", "*/1g.10gb=shares:2", "#1/3g.40gb=fractions"}
+var shareRules = []string{
+	"", "", "[{index: 1, kind: shares, count: 2}]", "[{index: 0, kind: fractions}]", "[{profile: 1g.10gb, kind: shares, count: 2}]",
+	"[{index: 1, profile: 3g.40gb, kind: fractions}]",
+}
 
 const attribute = `device.attributes["gpu.nvidia.com"].`
 
@@ -89,7 +96,7 @@ func newPolicyRun(dir string, seed uint64) (*policyRun, error) {
 	w.noFaults = true
 	s := &policyRun{world: w, dice: newDice(seed), taken: scheduler.NewTaken()}
 	rules := pick(s.dice, shareRules)
-	if s.shares, err = device.ParseShares(rules); err != nil {
+	if s.shares, err = settingstest.Shares(rules); err != nil {
 		return nil, err
 	}
 	s.configured = pick(s.dice, policyRules)
@@ -179,7 +186,7 @@ func (s *policyRun) restart() {
 func (s *policyRun) follow() { s.layouts.SetNodePolicies(s.policies(s.annotated)) }
 
 func (s *policyRun) policies(rules string) device.Policies {
-	p, err := device.ParsePolicies(rules)
+	p, err := settings.ParseMIG(rules)
 	if err != nil {
 		s.violates("parse the policy rules %q: %v", rules, err)
 	}

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -40,7 +41,8 @@ type Options struct {
 	Binary     string
 	Kubeconfig string
 	Client     kubernetes.Interface
-	// MIGPolicy is the plugin's MIG policy. Empty means the default.
+	// MIGPolicy is the name of the plugin's MIG policy, or its setting "mig" in YAML. Empty means the
+	// default.
 	MIGPolicy string
 }
 
@@ -80,7 +82,17 @@ func New(ctx context.Context, o Options) (*Node, error) {
 	}
 	n.cfg = n.Config()
 	n.cfg.NodeName, n.cfg.CDIRoot, n.cfg.Kubeconfig, n.cfg.ShmRoot = o.Name, o.CDIRoot, o.Kubeconfig, o.CDIRoot
-	n.cfg.HTTPAddress, n.cfg.MIGPolicy = "", o.MIGPolicy
+	n.cfg.HTTPAddress = ""
+	if o.MIGPolicy != "" {
+		n.cfg.SettingsFile = filepath.Join(root, "settings.yaml")
+		mig := o.MIGPolicy
+		if !strings.HasPrefix(mig, "{") {
+			mig = fmt.Sprintf("{policy: %q}", mig)
+		}
+		if err := os.WriteFile(n.cfg.SettingsFile, []byte("mig: "+mig), 0o600); err != nil {
+			return nil, err
+		}
+	}
 	object := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: o.Name}}
 	_, err = o.Client.CoreV1().Nodes().Create(ctx, object, metav1.CreateOptions{})
 	if err != nil && !apierrors.IsAlreadyExists(err) {

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 // manyNodes is the number of nodes with counters from which the slow scheduler is felt.
@@ -263,17 +265,20 @@ func policies(s *fleet.Snapshot) []Finding {
 	var all []Finding
 	for _, name := range sorted(s.Configs) {
 		var config struct {
-			MIGPolicy string `json:"migPolicy"`
-			Shares    string `json:"shares"`
-			MPS       bool   `json:"mps"`
-			Conflict  string `json:"devicePluginConflict"`
+			MPS      bool   `json:"mps"`
+			Conflict string `json:"devicePluginConflict"`
 		}
-		if err := yaml.Unmarshal([]byte(s.Configs[name]), &config); err != nil {
+		set, err := settings.Parse([]byte(s.Settings[name]))
+		if err = errors.Join(err, yaml.Unmarshal([]byte(s.Configs[name]), &config)); err != nil {
 			all = append(all, Finding{Warning, "config", fmt.Sprintf("ConfigMap %s cannot be read: %v", name, err), "upgrade the chart's release"})
 			continue
 		}
+		kinds := map[string]bool{}
+		for _, rule := range set.Shares {
+			kinds[string(rule.Kind)] = true
+		}
 		text := fmt.Sprintf("In force by ConfigMap %s: mig.policy=%s shares=%s mps=%t",
-			name, orNone(config.MIGPolicy), orNone(config.Shares), config.MPS)
+			name, orNone(string(set.MIG.Policy)), orNone(strings.Join(sorted(kinds), ",")), config.MPS)
 		all = append(all, Finding{Note, "policy", text, ""})
 		if config.Conflict == "warn" {
 			all = append(all, Finding{Warning, "device-plugin-conflict",

@@ -21,10 +21,11 @@ import (
 // healthy returns a cluster in which the doctor finds no errors and no warnings.
 func healthy() (*fleettest.Cluster, *fleet.Snapshot) {
 	c := fleettest.New()
-	c.Node("n1", fleettest.H100, 2, "dynamic", "fractions")
+	c.Node("n1", fleettest.H100, 2, "dynamic", "[{kind: fractions}]")
 	s := &fleet.Snapshot{
 		Version: "v1.37.0", Gates: map[string]bool{"DRAPartitionableDevices": true}, Nodes: c.Nodes, Slices: c.Slices, Classes: c.Classes,
-		Configs: map[string]string{"gpu/config": "migPolicy: dynamic\nshares: fractions\nmps: true\n"},
+		Configs:  map[string]string{"gpu/config": "mps: true\n"},
+		Settings: map[string]string{"gpu/config": "mig: {policy: dynamic}\nshares: [{kind: fractions}]\n"},
 		DaemonSets: []*appsv1.DaemonSet{{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "gpu", Name: "gpu-kubelet-plugin", Labels: map[string]string{
 				"app.kubernetes.io/name": "gpu-dra-driver", "app.kubernetes.io/component": "kubelet-plugin",

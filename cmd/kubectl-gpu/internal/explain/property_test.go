@@ -139,7 +139,7 @@ func randomCluster(r *rand.Rand) *fleet.Snapshot {
 	for i := range 1 + r.IntN(3) {
 		key := []string{fleettest.H100, fleettest.H100, fleettest.A30}[r.IntN(3)]
 		policy := []string{"static", "dynamic"}[r.IntN(2)]
-		shares := []string{"", "", "fractions", "shares:3"}[r.IntN(4)]
+		shares := []string{"", "", "[{kind: fractions}]", "[{kind: shares, count: 3}]"}[r.IntN(4)]
 		name := fmt.Sprintf("n%d", i)
 		node := c.Node(name, key, 1+r.IntN(3), policy, shares)
 		node.Spec.Unschedulable = r.IntN(8) == 0

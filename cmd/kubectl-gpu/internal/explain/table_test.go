@@ -481,7 +481,7 @@ var situations = []situation{
 	{
 		name: "share with too little memory left",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "fractions")
+			c.Node("n1", h100, 1, "static", "[{kind: fractions}]")
 			c.HeldShare("a", "n1", gpu0+"-share", "memory=60Gi", "cores=0")
 			wants(c, fraction("30Gi"))
 		},
@@ -494,7 +494,7 @@ var situations = []situation{
 	{
 		name: "share of a GPU that a claim has alone",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "fractions")
+			c.Node("n1", h100, 1, "static", "[{kind: fractions}]")
 			c.Held("train", "n1", gpu0)
 			wants(c, fraction("10Gi"))
 		},
@@ -503,7 +503,7 @@ var situations = []situation{
 	{
 		name: "whole GPU with shares in use",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "fractions")
+			c.Node("n1", h100, 1, "static", "[{kind: fractions}]")
 			c.HeldShare("a", "n1", gpu0+"-share", "memory=1Gi", "cores=0")
 			c.HeldShare("b", "n1", gpu0+"-share", "memory=1Gi", "cores=0")
 			wants(c, gpus(1))
@@ -517,7 +517,7 @@ var situations = []situation{
 	{
 		name: "plain shares all given out",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "shares:2")
+			c.Node("n1", h100, 1, "static", "[{kind: shares, count: 2}]")
 			c.HeldShare("a", "n1", gpu0+"-share", "shares=1")
 			c.HeldShare("b", "n1", gpu0+"-share", "shares=1")
 			wants(c, fleettest.Request("gpu", shared, 1))
@@ -536,7 +536,7 @@ var situations = []situation{
 	{
 		name: "capacity that no device has",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "fractions")
+			c.Node("n1", h100, 1, "static", "[{kind: fractions}]")
 			r := fraction("1Gi")
 			r.Exactly.Capacity.Requests = map[resourceapi.QualifiedName]resource.Quantity{"bandwidth": resource.MustParse("1")}
 			wants(c, r)
@@ -747,7 +747,7 @@ var situations = []situation{
 	{
 		name: "allocated share", ask: "claim a",
 		build: func(c *fleettest.Cluster) {
-			c.Node("n1", h100, 1, "static", "fractions")
+			c.Node("n1", h100, 1, "static", "[{kind: fractions}]")
 			c.HeldShare("a", "n1", gpu0+"-share", "memory=10Gi", "cores=20")
 			c.HeldShare("b", "n1", gpu0+"-share", "memory=1Gi", "cores=0")
 		},

@@ -63,6 +63,7 @@ func (s *Snapshot) files() []archived {
 	return []archived{
 		{"resourceslices.json", &s.Slices}, {"resourceclaims.json", &s.Claims}, {"deviceclasses.json", &s.Classes},
 		{"nodes.json", &s.Nodes}, {"devicetaintrules.json", &s.TaintRules}, {"configs.json", &s.Configs},
+		{"settings.json", &s.Settings},
 		{"daemonsets.json", &s.DaemonSets}, {"resourceclaimtemplates.json", &s.Templates}, {"pods.json", &s.Pods},
 	}
 }
@@ -162,7 +163,7 @@ func readArchive(r io.Reader) (*Snapshot, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Snapshot{Configs: map[string]string{}}
+	s := &Snapshot{Configs: map[string]string{}, Settings: map[string]string{}}
 	var m Manifest
 	into := map[string]any{manifestFile: &m}
 	for _, f := range s.files() {

@@ -29,7 +29,7 @@ const pluginSelector = "app.kubernetes.io/name=gpu-dra-driver"
 // metrics returns the API server's metrics, which show its feature gates. It may fail: then the
 // defaults of the server's version count.
 func Read(ctx context.Context, client kubernetes.Interface, metrics func(context.Context) ([]byte, error)) (*Snapshot, error) {
-	s := &Snapshot{Configs: map[string]string{}}
+	s := &Snapshot{Configs: map[string]string{}, Settings: map[string]string{}}
 	if v, err := client.Discovery().ServerVersion(); err == nil {
 		s.Version = v.GitVersion
 	} else {
@@ -63,7 +63,7 @@ func Read(ctx context.Context, client kubernetes.Interface, metrics func(context
 	}, nil))
 	for _, c := range configs {
 		if text, ok := c.Data["config.yaml"]; ok {
-			s.Configs[Key(c)] = text
+			s.Configs[Key(c)], s.Settings[Key(c)] = text, c.Data["settings.yaml"]
 		}
 	}
 	s.missing("DaemonSets", list(ctx, &s.DaemonSets, client.AppsV1().DaemonSets("").List, slimDaemonSet))

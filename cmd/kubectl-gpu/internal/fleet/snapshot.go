@@ -31,6 +31,8 @@ type Snapshot struct {
 	DaemonSets []*appsv1.DaemonSet
 	// Configs are the configurations of this driver's plugins (config.yaml), by "namespace/name".
 	Configs map[string]string
+	// Settings are the plugins' settings files (settings.yaml), by the same names.
+	Settings map[string]string
 	// TaintRules are already part of Slices.
 	TaintRules []*resourceapi.DeviceTaintRule
 	// Missing says which objects could not be read, and why.

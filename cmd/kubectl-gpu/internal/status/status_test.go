@@ -50,7 +50,7 @@ Nodes without a free GPU, and the claims to move for one
 
 func TestSharersAreListed(t *testing.T) {
 	c := fleettest.New()
-	c.Node("n1", fleettest.H100, 1, "static", "fractions")
+	c.Node("n1", fleettest.H100, 1, "static", "[{kind: fractions}]")
 	c.HeldShare("a", "n1", fleettest.Device(0)+"-share", "memory=10Gi")
 	c.HeldShare("b", "n1", fleettest.Device(0)+"-share", "memory=10Gi")
 	got := text(fleetOf(c), "", true)

@@ -94,7 +94,7 @@ one expires within an hour. The kubelet renews the file before that, and client-
 
 {{/* "true" if MPS daemons may be needed: for MPS, or for fractions, which MPS enforces. */}}
 {{- define "gpu-dra-driver.mps" -}}
-{{- if or .Values.mps.enabled (regexMatch "(^|[=,]) *fractions *(,|$)" .Values.shares) }}true{{ end -}}
+{{- if or .Values.mps.enabled (contains "fractions" (include "gpu-dra-driver.shareKinds" .)) }}true{{ end -}}
 {{- end -}}
 
 {{/* The host of the MPS daemons. */}}
@@ -263,7 +263,7 @@ nvidia.com/{{ include "gpu-dra-driver.profileName" .profile }}
 
 {{/* Not empty if the chart makes class shared.gpu.nvidia.com. */}}
 {{- define "gpu-dra-driver.sharesAnything" -}}
-{{- if and .Values.deviceClasses.shared.enabled (regexMatch "(^|[=,]) *(fractions|shares:)" .Values.shares) -}}
+{{- if and .Values.deviceClasses.shared.enabled (include "gpu-dra-driver.shareKinds" .) -}}
 true
 {{- end -}}
 {{- end -}}
@@ -310,22 +310,9 @@ hookPath: {{ . | quote }}
 {{- with .Values.criSocket }}
 criSocket: /host/cri/{{ base . }}
 {{- end }}
-{{- with .Values.mig.policy }}
-migPolicy: {{ . | quote }}
-{{- end }}
-{{- with .Values.shares }}
-shares: {{ . | quote }}
-{{- end }}
+settings: /etc/gpu-dra-driver/settings.yaml
 mps: {{ include "gpu-dra-driver.mps" . | default "false" }}
-{{- with .Values.health.effects }}
-healthEffects: {{ . | quote }}
-{{- end }}
-{{- with .Values.health.xidRules }}
-xidRules: {{ . | quote }}
-{{- end }}
-{{- with .Values.health.releaseLabels }}
-releaseLabels: {{ . | quote }}
-{{- end }}
+releaseLabels: {{ join "," .Values.releaseLabels | quote }}
 devicePluginConflict: {{ .Values.devicePluginConflict | quote }}
 requireValidation: {{ .Values.requireValidation }}
 claimStatus: {{ .Values.claimStatus.enabled }}
@@ -334,4 +321,14 @@ kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}
 v: {{ .Values.logVerbosity }}
 loggingFormat: {{ .Values.logFormat }}
+{{- end -}}
+
+{{/* The plugin's settings file. Its form is that of the values. */}}
+{{- define "gpu-dra-driver.settings" -}}
+{{- pick .Values "mig" "shares" "health" "xidRules" | toYaml -}}
+{{- end -}}
+
+{{/* The kinds of shares that the values offer, separated by spaces. */}}
+{{- define "gpu-dra-driver.shareKinds" -}}
+{{- range .Values.shares }}{{ if ne .kind "off" }}{{ .kind }} {{ end }}{{ end -}}
 {{- end -}}

@@ -59,7 +59,10 @@ var (
 var layouts = []layout{
 	{name: whole, policy: "off", claims: []claim{aGPU}},
 	{name: "default", policy: "static", claims: []claim{aGPU}, limited: true},
-	{name: "mixed", policy: "static", pool: "dynamic(1g.10gb,3g.40gb)", claims: []claim{aGPU, outsidePool}, limited: true},
+	{
+		name: "mixed", policy: "static", pool: "{policy: dynamic, profiles: [1g.10gb, 3g.40gb]}",
+		claims: []claim{aGPU, outsidePool}, limited: true,
+	},
 	{name: dynamic, policy: "dynamic", claims: []claim{aGPU, aPartition}},
 }
 
