@@ -202,6 +202,7 @@ test-sim: toolchain ## The simulated GPU library with all that runs on it, and t
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	helm=$$($(CLUSTER) program helm) && \
 	HELM=$$helm $(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
+	cd test/prometheus && go vet ./... && go test ./...
 
 # Tests make a release of their own, so that they do not replace a signed one.
 test-release test-release-e2e: RELEASE_DIR := $(BUILD)/release-test

@@ -51,7 +51,7 @@ func TestDocsTableListsEveryMetricWithLabels(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, section, _ := strings.Cut(string(page), "\n### Metrics\n")
-	section, _, _ = strings.Cut(section, "\n\nWorth an alert:")
+	section, _, _ = strings.Cut(section, "\n### Alerts")
 	table := map[string][]string{}
 	for line := range strings.Lines(section) {
 		cells := strings.Split(strings.TrimSpace(line), "|")

@@ -33,6 +33,7 @@ const (
 // everything is the set of values that enables all features that are off by default.
 var everything = []string{
 	"--set", "metrics.service.enabled=true", "--set", "metrics.podMonitor.enabled=true", "--set", "metrics.podMonitor.labels.team=gpu",
+	"--set", "metrics.prometheusRule.enabled=true", "--set", "metrics.dashboards.enabled=true",
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
 	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set-json",
 	`mig.rules=[{"gpus":"NVIDIA A100*","policy":"dynamic"},{"gpus":"NVIDIA H100*","policy":"adopt","profiles":["1g.10gb","1g.10gb+me"]}]`,

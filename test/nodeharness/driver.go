@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -17,11 +18,14 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 )
 
 // API is a fake API server in memory. It stores every field of a ResourceSlice.
@@ -79,19 +83,37 @@ func (a API) Free(ctx context.Context, c *resourceapi.ResourceClaim) error {
 // Driver is the whole plugin, running in the test's process. The test makes the calls that the
 // kubelet would make.
 type Driver struct {
-	driver *driver.Driver
-	stop   context.CancelFunc
-	ended  chan error
-	worker *cut.Partitions
+	// Registry has the plugin's metrics.
+	Registry *prometheus.Registry
+	driver   *driver.Driver
+	stop     context.CancelFunc
+	ended    chan error
+	worker   *cut.Partitions
 }
 
 // Start starts the plugin on node n with the API server api. The plugin runs until [Driver.Stop].
 func (n Node) Start(ctx context.Context, api API) (*Driver, error) {
-	cfg := n.Config()
+	return n.start(ctx, api, n.Config(), func(*cut.Partitions) Watch { return nil })
+}
+
+// Watch watches the health of the node's GPUs, as [driver.Parts] has it.
+type Watch = func(ctx context.Context, report func(device.Signal)) error
+
+// StartWatching is like [Node.Start], but the plugin also watches the GPUs' health, and its
+// configuration is cfg.
+func (n Node) StartWatching(ctx context.Context, api API, cfg *config.Config) (*Driver, error) {
+	return n.start(ctx, api, cfg, func(p *cut.Partitions) Watch {
+		o := watch.Options{Paths: n.Paths(), Command: n.Command(watchRole), Partitions: p}
+		return func(ctx context.Context, report func(device.Signal)) error { return watch.Run(ctx, o, report) }
+	})
+}
+
+func (n Node) start(ctx context.Context, api API, cfg *config.Config, watchWith func(*cut.Partitions) Watch) (*Driver, error) {
 	m := metrics.New("test")
-	worker := n.PartitionWorker()
 	paths := n.Paths()
+	worker := cut.New(paths, m.MIGCall, n.Command(partitionRole)...)
 	d, err := driver.New(ctx, cfg, driver.Parts{
+		Watch:  watchWith(worker),
 		Client: api, StatusClient: api, Partitions: worker, StopWorkers: worker.StopWorkers, Metrics: m,
 		Hardware: inventory.Hardware{
 			Scan:        scan.Isolated(paths, n.Command(scanRole)...),
@@ -104,7 +126,7 @@ func (n Node) Start(ctx context.Context, api API) (*Driver, error) {
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(ctx)
-	s := &Driver{driver: d, stop: stop, ended: make(chan error, 1), worker: worker}
+	s := &Driver{Registry: m.Registry, driver: d, stop: stop, ended: make(chan error, 1), worker: worker}
 	go func() { s.ended <- d.Run(ctx, driver.NewProbe()) }()
 	return s, nil
 }

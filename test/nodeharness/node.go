@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -29,6 +30,7 @@ const (
 
 	scanRole      = "scan"
 	partitionRole = "partition"
+	watchRole     = "watch"
 )
 
 const nodeName = "node-1"
@@ -56,6 +58,8 @@ func ServeRole(ctx context.Context, roles func(ctx context.Context, n Node, role
 		return false, nil
 	case role == partitionRole:
 		return true, cut.Serve(ctx, os.Stdin, os.Stdout)
+	case role == watchRole:
+		return true, watch.Serve(ctx, os.Stdin, os.Stdout)
 	case role == scanRole:
 		return true, scan.Serve(ctx, os.Stdin, os.Stdout)
 	case roles == nil:
@@ -98,9 +102,30 @@ func LayOut(ctx context.Context, root string, addresses ...string) (Node, error)
 	return n, nil
 }
 
-func (n Node) layOut(ctx context.Context, addresses []string) error {
+// repository returns the root of this repository. A program built with -trimpath does not know the
+// path of its source, so it must run in the repository.
+func repository() (string, error) {
 	_, here, _, _ := runtime.Caller(0)
-	repository := filepath.Join(filepath.Dir(here), "..", "..")
+	if filepath.IsAbs(here) {
+		return filepath.Join(filepath.Dir(here), "..", ".."), nil
+	}
+	dir, err := os.Getwd()
+	for ; err == nil; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "test", "nvmlsim", "models")); err == nil {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", errors.New("the working directory is not in the repository")
+		}
+	}
+	return "", err
+}
+
+func (n Node) layOut(ctx context.Context, addresses []string) error {
+	repository, err := repository()
+	if err != nil {
+		return err
+	}
 	simulator := filepath.Join(repository, "test", "nvmlsim")
 	if out, err := exec.CommandContext(ctx, "make", "-s", "-C", simulator, "library").CombinedOutput(); err != nil {
 		return fmt.Errorf("build the simulated library: %s: %w", out, err)

@@ -15,6 +15,18 @@ variables:
     expression: request.userInfo.?extra[?'authentication.kubernetes.io/node-name'][0].orValue('')
 {{- end -}}
 
+{{/*
+How Prometheus scrapes a plugin. Its metrics name the node, and the namespace and Pod of claims,
+which must not be renamed. Takes metrics.podMonitor or metrics.serviceMonitor.
+*/}}
+{{- define "gpu-dra-driver.scrape" -}}
+interval: {{ .interval }}
+honorLabels: true
+relabelings:
+  - sourceLabels: [__meta_kubernetes_pod_node_name]
+    targetLabel: node
+{{- end -}}
+
 {{/* Binds an admission policy. Takes a list: the chart's root and the policy's name. */}}
 {{- define "gpu-dra-driver.denyBy" -}}
 apiVersion: admissionregistration.k8s.io/v1
