@@ -25,7 +25,9 @@ type DevicePlugin struct {
 // NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
 // plugin runs on it. eventOnChange writes an Event on the Node if the state differs from that of
 // the last call. found shows in the metrics whether the device plugin offers the node's GPUs.
-func NewDevicePlugin(refuse bool, n *Node, eventOnChange func(reason events.Reason, state, message string), found func(there bool)) *DevicePlugin {
+func NewDevicePlugin(
+	refuse bool, n *Node, eventOnChange func(reason events.Reason, state, message string), found func(there bool),
+) *DevicePlugin {
 	return &DevicePlugin{refuse, n, eventOnChange, found}
 }
 

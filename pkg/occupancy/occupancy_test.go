@@ -86,7 +86,8 @@ func h100s(n int) (all []device.GPU) {
 // device name.
 func cut(g *device.GPU, start uint32) string {
 	c := device.ComputeInstance{Name: "1g.10gb", UUID: fmt.Sprintf("MIG-%s-%d", g.UUID, start)}
-	i := device.Instance{ID: start + 7, ProfileID: 19, Placement: device.Placement{Start: start, Size: 1}, Compute: []device.ComputeInstance{c}}
+	at := device.Placement{Start: start, Size: 1}
+	i := device.Instance{ID: start + 7, ProfileID: 19, Placement: at, Compute: []device.ComputeInstance{c}}
 	g.MIG.Enabled, g.MIG.Instances = true, append(g.MIG.Instances, i)
 	return i.DeviceName(g.WholeName(), c)
 }

@@ -48,7 +48,8 @@ func TestEachAlertHasARunbook(t *testing.T) {
 		t.Fatal("no alert")
 	}
 	for _, a := range alerts {
-		if !strings.Contains(string(page), "\n## "+a[1]+"\n") || !strings.Contains(text, "runbook_url: https://example.com/r#"+strings.ToLower(a[1])+"\n") {
+		link := "runbook_url: https://example.com/r#" + strings.ToLower(a[1]) + "\n"
+		if !strings.Contains(string(page), "\n## "+a[1]+"\n") || !strings.Contains(text, link) {
 			t.Errorf("alert %s has no section in docs/runbooks.md, or no link to it", a[1])
 		}
 	}

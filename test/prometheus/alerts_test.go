@@ -49,7 +49,8 @@ func TestEachAlertFiresOnlyOnItsTrouble(t *testing.T) {
 			[]string{`gpu_dra_repairs_total{node="n", kind="cdi"} 0 3x40`}},
 		"GPUDRAMIGErrors": {`gpu_dra_mig_operation_errors_total{node="n", operation="create", code="in-use"} 0+1x40`, 11 * time.Minute,
 			[]string{`gpu_dra_mig_operation_errors_total{node="n", operation="create", code="in-use"} 2x40`}},
-		"GPUDRAMPSDaemons": {`gpu_dra_mps_restarts_total{node="n"} 0 0 1x40`, 2 * time.Minute, []string{`gpu_dra_mps_restarts_total{node="n"} 3x40`}},
+		"GPUDRAMPSDaemons": {`gpu_dra_mps_restarts_total{node="n"} 0 0 1x40`, 2 * time.Minute,
+			[]string{`gpu_dra_mps_restarts_total{node="n"} 3x40`}},
 	}
 	for _, name := range names(t) {
 		c, known := cases[name]

@@ -168,7 +168,8 @@ func (s *server) differs(t *testing.T, query string, want map[string]float64) st
 			matches := true
 			for _, label := range strings.Fields(strings.ReplaceAll(key, `"`, "")) {
 				name, content, _ := strings.Cut(label, "=")
-				matches = matches && (content == "" && !strings.Contains(labels, name+"=") || strings.Contains(labels, fmt.Sprintf("%s=%q", name, content)))
+				absent := content == "" && !strings.Contains(labels, name+"=")
+				matches = matches && (absent || strings.Contains(labels, fmt.Sprintf("%s=%q", name, content)))
 			}
 			found = found || matches && got == value
 		}

@@ -35,7 +35,9 @@ type server struct {
 }
 
 func newEngine() *promql.Engine {
-	return promql.NewEngine(promql.EngineOpts{MaxSamples: 1e7, Timeout: time.Minute, LookbackDelta: 5 * time.Minute, EnableNegativeOffset: true})
+	return promql.NewEngine(promql.EngineOpts{
+		MaxSamples: 1e7, Timeout: time.Minute, LookbackDelta: 5 * time.Minute, EnableNegativeOffset: true,
+	})
 }
 
 // newRules returns a rule manager that queries the database.
