@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 // errOffersNothing is the error of the command inventory on a node whose GPUs would not be offered.
@@ -34,10 +35,12 @@ var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of 
 // configuration and its checkpoint records of claims. It calls no API server and changes nothing.
 // If the node has an NVIDIA GPU and the plugin would publish none, it returns errOffersNothing.
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
-	format := ""
+	format, configuration := "", settings.Default
 	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.LookupEnv, func(f *pflag.FlagSet) {
 		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the "+
 			"CDI specs that containers would get")
+		f.StringVar(&configuration, "configuration", configuration, "name of the configuration in the settings, which the Node's labels choose "+
+			"for the plugin")
 	})
 	if err != nil {
 		return asUsage(err)
@@ -58,7 +61,10 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}
-	set, err := cfg.Settings.Compile()
+	if _, known := cfg.Settings.Configurations[configuration]; !known && configuration != settings.Default {
+		return usageError{fmt.Errorf("--configuration: the settings have no configuration %q", configuration)}
+	}
+	set, err := cfg.Settings.Compile(configuration)
 	if err != nil {
 		return asUsage(err)
 	}
@@ -86,6 +92,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 // publishes, but cannot be found out on the node alone.
 const notChecked = `Not checked here:
   the Node's annotation gpu.nvidia.com/mig-policy, which takes precedence over the policies above
+  the Node's labels, which choose a configuration: see --configuration
   published devices that claims hold: they stay unchanged until the claims end, and overlapping devices are not offered
   the cluster's features: without shared counters or consumable capacities there are fewer devices and no shares
   NVIDIA's device plugin on this node, and claims of NVIDIA's DRA driver: their GPUs are not offered

@@ -91,7 +91,7 @@ func (c *Config) Validate() error {
 			wrong(flag, "%q is not host:port: %w", address, err)
 		}
 	}
-	if _, err := c.Settings.Compile(); err != nil {
+	if err := c.Settings.Validate(); err != nil {
 		wrong("settings", "%w", err)
 	}
 	for label := range strings.SplitSeq(c.ReleaseLabels, ",") {

@@ -31,6 +31,7 @@ type nodePolicy struct {
 	setPolicies func(device.Policies)
 	wake        func() // wakes reconciliation
 	events      *events.Recorder
+	chooser     *chooser
 	observers   []func(*corev1.Node) // are called with each version of the Node
 
 	rules *string // the last value of the annotation; nil before the first one
@@ -81,6 +82,7 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 	for _, observe := range p.observers {
 		observe(node)
 	}
+	p.chooser.SetLabels(ctx, node.Labels)
 	rules := node.Annotations[policyAnnotation]
 	if p.rules != nil && *p.rules == rules {
 		return

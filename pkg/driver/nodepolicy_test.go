@@ -14,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
 func TestNodePolicyFollowsAnnotation(t *testing.T) {
@@ -21,7 +22,8 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	other := metav1.ObjectMeta{Name: "other", Annotations: map[string]string{policyAnnotation: "off"}}
 	client := fake.NewClientset(node, &corev1.Node{ObjectMeta: other})
 	set, problems := &policyLog{}, record.NewFakeRecorder(10)
-	p := &nodePolicy{client: client, node: "node", setPolicies: set.SetNodePolicies, wake: set.Wake, events: events.NewFor(problems, "node")}
+	p := &nodePolicy{client: client, node: "node", chooser: noChooser(), setPolicies: set.SetNodePolicies, wake: set.Wake,
+		events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
 	if got := set.all(); !slices.Equal(got, []device.PolicyMode{device.PolicyStatic}) {
 		t.Fatalf("after the first read: %v", got)
@@ -56,7 +58,7 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 
 func TestUnreadableNodeIsReportedOnce(t *testing.T) {
 	set, problems := &policyLog{}, record.NewFakeRecorder(10)
-	p := &nodePolicy{client: fake.NewClientset(), node: "node", setPolicies: set.SetNodePolicies, wake: set.Wake,
+	p := &nodePolicy{client: fake.NewClientset(), node: "node", chooser: noChooser(), setPolicies: set.SetNodePolicies, wake: set.Wake,
 		events: events.NewFor(problems, "node")}
 	p.Read(t.Context())
 	p.Read(t.Context())
@@ -89,4 +91,9 @@ func (l *policyLog) all() []device.PolicyMode {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.Clone(l.policies[:min(len(l.policies), l.wakes)])
+}
+
+// noChooser returns a chooser whose settings change nothing.
+func noChooser() *chooser {
+	return &chooser{events: events.NewFor(record.NewFakeRecorder(10), "node"), apply: func(settings.Settings) {}}
 }

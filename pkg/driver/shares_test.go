@@ -189,11 +189,11 @@ func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
 	})
 	eventually(t, "the hardware shows one", func() bool { return len(n.driver.preparer.Hardware.Snapshot().Node.GPUs) == 1 })
 	name, _ := device.ParseName(secondGPU + "-share")
-	set, err := n.cfg.Settings.Compile()
+	set, err := n.cfg.Settings.Compile("default")
 	if err != nil {
 		t.Fatal(err)
 	}
-	totals := shareTotals{n.driver.node, set.Shares}.Of(second, name)
+	totals := newShareTotals(n.driver.node, set.Shares).Of(second, name)
 	if q := totals[device.CapacityShares]; q.String() != "3" {
 		t.Errorf("it has %s shares", q.String())
 	}

@@ -45,7 +45,7 @@ const conflictWait = 10 * time.Second
 // transactionOptions completes node, and returns it with everything else that the transaction
 // needs. The context ends when the plugin stops.
 func transactionOptions(
-	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares shareTotals,
+	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares *shareTotals,
 	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports,
 ) prepare.Options {
 	node.Partitions = parts.Partitions

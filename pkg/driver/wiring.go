@@ -37,6 +37,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
@@ -87,7 +88,7 @@ type Parts struct {
 
 // New returns a Driver that is ready to Run. It writes nothing outside the plugin directory.
 func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) {
-	set, err := cfg.Settings.Compile()
+	set, err := cfg.Settings.Compile(settings.Default)
 	if err != nil {
 		return nil, err
 	}
@@ -125,9 +126,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)
+	totals := newShareTotals(node, set.Shares)
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
 		BootID: state.bootID, Now: time.Now, Records: state.records, Specs: specs, Hardware: node, MPS: supervisor,
-	}, shareTotals{node, set.Shares}, calls, status, toAdmins))
+	}, totals, calls, status, toAdmins))
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()
 		return used.Claims, used.GPUs, err
@@ -159,6 +161,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		parts.Metrics.DevicePlugin)
 	policy := &nodePolicy{
 		client: parts.Client, node: cfg.NodeName, setPolicies: publisher.SetNodePolicies, wake: reconciling.Wake, events: recorder,
+		chooser: &chooser{file: cfg.SettingsFile, document: cfg.Settings, events: recorder, apply: func(s settings.Settings) {
+			totals.rules.Store(&s.Shares)
+			verdicts.SetRules(s.XIDRules)
+			publisher.SetSettings(s.Policies, s.Shares, s.Effects)
+			reconciling.Wake()
+		}},
 		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},
 	}
 	base := &baseSpec{
@@ -186,7 +194,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		background: []func(context.Context) error{
 			endless(verdicts.Run), endless(healthReport.Run),
 			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
-			endless(policy.Watch), endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }), endless(node.Run), endless(host.Run),
+			endless(policy.Watch), endless(policy.chooser.WatchFile), endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }), endless(node.Run), endless(host.Run),
 			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
 			endless(func(ctx context.Context) { specs.Watch(ctx, reconciling.RepairSpecs, reconciling.ReportRepairedSpecs) }),

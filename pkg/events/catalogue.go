@@ -106,6 +106,11 @@ var (
 	ValidationNotEnforced = warning("ValidationNotEnforced", onNode, "the chart's value `requireValidation` is on, but the cluster has "+
 		"no device taints. GPUs are offered before their [check](health.md#checking-gpus-before-use)",
 		"Enable the feature gate `DRADeviceTaints`, or switch the value off")
+	ConfigurationInForce = normal("ConfigurationInForce", onNode,
+		"another [configuration](operations.md#configurations) is in force, or it has changed. The Event says why", nothing)
+	ConfigurationIgnored = warning("ConfigurationIgnored", onNode,
+		"a label or the settings file is invalid. The [configuration](operations.md#configurations) before stays in force",
+		"Correct the label, or the value that the Event names")
 	PolicyIgnored = warning("PolicyIgnored", onNode, "the rules in the annotation `gpu.nvidia.com/mig-policy` cannot be parsed or "+
 		"watched. The previous rules stay in force", "Correct the annotation")
 	SharesNotOffered = warning("SharesNotOffered", onNode, "the cluster lacks a feature that shares need",

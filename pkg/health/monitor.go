@@ -2,6 +2,7 @@ package health
 
 import (
 	"cmp"
+	"slices"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -61,6 +62,15 @@ func New(rules Rules, now time.Time) *Monitor {
 		rules: rules, cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},
 		silentSince: now, silenceReason: "the watcher has not started", now: now,
 	}
+}
+
+// SetRules replaces the admin's rules. XIDs that the monitor already knows get their new states.
+func (m *Monitor) SetRules(rules Rules) {
+	m.rules = rules
+	for _, c := range m.cards {
+		c.Findings = slices.DeleteFunc(c.Findings, func(f *Finding) bool { return !m.applyRules(f) })
+	}
+	m.version++
 }
 
 // Expect tells the monitor which cards the inventory found. A card that is new to the monitor

@@ -138,22 +138,32 @@ func (m *Monitor) merge(saved savedState, now time.Time) {
 	m.version++
 }
 
+// applyRules gives a finding about an XID the state that the present rules set. It returns false if
+// they ignore the XID.
+func (m *Monitor) applyRules(f *Finding) bool {
+	if f.XID == 0 {
+		return true
+	}
+	meaning := m.rules.XID(f.XID)
+	if meaning.Weight == Ignored {
+		return false
+	}
+	state, ends := meaning.stateAndEnd()
+	if state != f.State {
+		f.Since = f.First
+	}
+	f.State, f.Ends, f.Action = state, ends, meaning.Action
+	return true
+}
+
 func (m *Monitor) restoreFinding(c *card, f Finding, now time.Time) {
 	for _, at := range []*time.Time{&f.First, &f.Last, &f.Since} {
 		if at.After(now) {
 			*at = now
 		}
 	}
-	if f.XID != 0 {
-		meaning := m.rules.XID(f.XID)
-		if meaning.Weight == Ignored {
-			return
-		}
-		state, ends := meaning.stateAndEnd()
-		if state != f.State {
-			f.Since = f.First
-		}
-		f.State, f.Ends, f.Action = state, ends, meaning.Action
+	if !m.applyRules(&f) {
+		return
 	}
 	if f.Last.After(c.lastQuery) {
 		c.lastQuery = f.Last // resets that later answers prove happened after this finding

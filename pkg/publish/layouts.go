@@ -74,6 +74,13 @@ func NewLayouts(ownership Ownership, cluster Cluster, configured device.Policies
 // becomes the leader, because another plugin instance may have published since.
 func (l *Layouts) Reset() { l.retainer.Reset() }
 
+// SetConfigured sets the policies from the plugin's configuration.
+func (l *Layouts) SetConfigured(p device.Policies) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.configured = p
+}
+
 // SetNodePolicies sets the policies from the Node's annotation.
 func (l *Layouts) SetNodePolicies(p device.Policies) {
 	l.mu.Lock()

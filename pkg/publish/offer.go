@@ -33,7 +33,7 @@ type offer struct {
 // API server's claims and slices.
 type builder struct {
 	layouts *Layouts
-	shares  device.ShareRules
+	shares  atomic.Pointer[device.ShareRules]
 	// slowScheduler gets whether the slices have counters.
 	slowScheduler *slowScheduler
 	events        Events

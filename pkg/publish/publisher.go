@@ -23,10 +23,10 @@ type Options struct {
 	Client   kubernetes.Interface
 	NodeName string
 	Leader   *leader.Lock
-	// Policies and Shares are the configured MIG policies and share rules.
+	// Policies and Shares are the configured MIG policies and share rules, until SetSettings.
 	Policies device.Policies
 	Shares   device.ShareRules
-	// Effects are the configured taint effects by health state.
+	// Effects are the configured taint effects by health state, until SetSettings.
 	Effects health.Effects
 	// RequireValidation taints a GPU that comes, or comes back after a reset, until a check has
 	// passed.
@@ -71,6 +71,8 @@ type Publisher struct {
 	// slices has the slices to publish now, with their taints. It is nil while this instance does not
 	// publish. The slices are never modified.
 	slices atomic.Pointer[[]resourceslice.Slice]
+	// effects are the configured taint effects by health state.
+	effects atomic.Pointer[health.Effects]
 	// lastFeatures is the result of the last successful probe.
 	lastFeatures *Features
 }
@@ -78,13 +80,16 @@ type Publisher struct {
 // New returns a Publisher, which publishes nothing before Run.
 func New(o Options) *Publisher {
 	cluster := APIServer{Client: o.Client, Node: o.NodeName}
-	return &Publisher{
+	p := &Publisher{
 		opts: o, cluster: cluster, rebuild: make(chan struct{}, 1),
 		builder: &builder{
-			layouts: NewLayouts(o.Claims, cluster, o.Policies), shares: o.Shares,
+			layouts:       NewLayouts(o.Claims, cluster, o.Policies),
 			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
 		},
 	}
+	p.builder.shares.Store(&o.Shares)
+	p.effects.Store(&o.Effects)
+	return p
 }
 
 // ClaimEnded tells the publisher that a claim was unprepared, which a change may wait for.
@@ -92,6 +97,15 @@ func (p *Publisher) ClaimEnded() {
 	if p.builder.delayed.Load() {
 		wake(p.rebuild)
 	}
+}
+
+// SetSettings replaces the configured MIG policies, share rules and taint effects. Devices that
+// claims hold stay published as they are.
+func (p *Publisher) SetSettings(policies device.Policies, shares device.ShareRules, effects health.Effects) {
+	p.builder.layouts.SetConfigured(policies)
+	p.builder.shares.Store(&shares)
+	p.effects.Store(&effects)
+	wake(p.rebuild)
 }
 
 // SetNodePolicies sets the MIG policies from the Node's annotation.

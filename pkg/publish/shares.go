@@ -60,13 +60,14 @@ func endingShares(shapes []device.Shape) []string {
 // shareRules returns the configured share rules. If the cluster does not support them, it returns
 // no rules, and notShared says what the cluster lacks.
 func (b *builder) shareRules(f Features) (_ device.ShareRules, notShared string) {
-	if !b.shares.Any() {
+	shares := *b.shares.Load()
+	if !shares.Any() {
 		return device.ShareRules{}, ""
 	}
 	if why := device.SharingUnsupportedReason(f.PartitionedDevices, f.ConsumableCapacity); why != "" {
 		return device.ShareRules{}, why
 	}
-	return b.shares, ""
+	return shares, ""
 }
 
 // countShares returns the number of shared devices by their attribute "type".

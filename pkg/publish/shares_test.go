@@ -26,7 +26,9 @@ func TestShareRulesNeedClusterFeatures(t *testing.T) {
 		"without rules":               {device.ShareRules{}, Features{}, false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, lacking := (&builder{shares: c.rules}).shareRules(c.features)
+			b := &builder{}
+			b.shares.Store(&c.rules)
+			got, lacking := b.shareRules(c.features)
 			if got.Any() != c.offered || !strings.Contains(lacking, c.lacking) || (lacking == "") != (c.lacking == "") {
 				t.Errorf("offered: %v, lacking: %q", got.Any(), lacking)
 			}

@@ -223,7 +223,7 @@ func taintKey(c health.Finding) (key, value string) {
 func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	o := b.offer
 	m := marker{
-		view: b.opts.Health.View(), effects: b.opts.Effects, features: o.features, gpus: map[string]device.GPU{},
+		view: b.opts.Health.View(), effects: *b.effects.Load(), features: o.features, gpus: map[string]device.GPU{},
 		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions,
 		requireValidation: b.opts.RequireValidation, now: time.Now(),
 	}

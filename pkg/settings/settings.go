@@ -2,18 +2,39 @@ package settings
 
 import (
 	"fmt"
+	"maps"
 	"os"
+	"reflect"
+	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
-// Document is the content of a settings file. What it leaves out has the default: policy static, no
-// shares, and the built-in effects and meanings of XIDs.
+// Document is the content of a settings file. What its values leave out has the default: policy
+// static, no shares, and the built-in effects and meanings of XIDs.
 type Document struct {
+	Values `yaml:",inline"`
+	// Configurations has other values for some nodes, by name.
+	Configurations map[string]Configuration `yaml:"configurations,omitempty"`
+	// DevicePluginLabel says that the label of NVIDIA's device plugin also chooses a configuration.
+	DevicePluginLabel bool `yaml:"devicePluginLabel,omitempty"`
+}
+
+// Configuration has values for the nodes that choose it. What they leave out is as in the Document.
+type Configuration struct {
+	Values `yaml:",inline"`
+	// NodeSelector are labels. A Node with all of them has this configuration, unless a label names
+	// another one. Empty selects no Node.
+	NodeSelector map[string]string `yaml:"nodeSelector,omitempty"`
+}
+
+// Values are the settings of a node as an admin writes them.
+type Values struct {
 	MIG    device.MIGSettings `yaml:"mig,omitempty"`
 	Shares []device.ShareRule `yaml:"shares,omitempty"`
 	Health Health             `yaml:"health,omitempty"`
@@ -35,21 +56,58 @@ type Settings struct {
 	XIDRules health.Rules
 }
 
-// Compile returns the settings in the form that the plugin uses. An error names each invalid field.
-func (d Document) Compile() (Settings, error) {
-	s, errs := d.compile()
+// Compile returns the settings of the configuration with this name in the form that the plugin
+// uses. An error names each invalid field.
+func (d Document) Compile(name string) (Settings, error) {
+	s, errs := d.Of(name).compile(nil)
 	return s, errs.ToAggregate()
 }
 
-func (d Document) compile() (s Settings, all field.ErrorList) {
+// Of returns the values of the configuration with this name.
+func (d Document) Of(name string) Values { return d.Configurations[name].over(d.Values) }
+
+// Validate returns an error that names each invalid field of the document.
+func (d Document) Validate() error { return d.validate().ToAggregate() }
+
+func (d Document) validate() field.ErrorList {
+	_, all := d.Values.compile(nil)
+	at := field.NewPath("configurations")
+	for _, name := range slices.Sorted(maps.Keys(d.Configurations)) {
+		if name == "" || name == Default || len(validation.IsValidLabelValue(name)) > 0 {
+			all = append(all, field.Invalid(at.Key(name), name, "want a name that is a valid value of a label, and not default"))
+		}
+		_, errs := d.Configurations[name].compile(at.Key(name))
+		all = append(all, errs...)
+	}
+	return all
+}
+
+// over returns the values of v, and those of base where v has none.
+func (v Values) over(base Values) Values {
+	if reflect.ValueOf(v.MIG).IsZero() {
+		v.MIG = base.MIG
+	}
+	if v.Shares == nil {
+		v.Shares = base.Shares
+	}
+	if v.Health.Effects == nil {
+		v.Health = base.Health
+	}
+	if v.XIDRules == nil {
+		v.XIDRules = base.XIDRules
+	}
+	return v
+}
+
+func (v Values) compile(at *field.Path) (s Settings, all field.ErrorList) {
 	var errs field.ErrorList
-	s.Policies, errs = d.MIG.Policies(field.NewPath("mig"))
+	s.Policies, errs = v.MIG.Policies(at.Child("mig"))
 	all = append(all, errs...)
-	s.Shares, errs = device.NewShareRules(d.Shares, field.NewPath("shares"))
+	s.Shares, errs = device.NewShareRules(v.Shares, at.Child("shares"))
 	all = append(all, errs...)
-	s.Effects, errs = health.NewEffects(d.Health.Effects, field.NewPath("health", "effects"))
+	s.Effects, errs = health.NewEffects(v.Health.Effects, at.Child("health", "effects"))
 	all = append(all, errs...)
-	s.XIDRules, errs = health.NewRules(d.XIDRules, field.NewPath("xidRules"))
+	s.XIDRules, errs = health.NewRules(v.XIDRules, at.Child("xidRules"))
 	return s, append(all, errs...)
 }
 
@@ -69,7 +127,7 @@ func ReadFile(path string) (Document, error) {
 // Parse reads a document in YAML or JSON.
 func Parse(raw []byte) (Document, error) {
 	var d Document
-	err := decode(raw, &d, func() field.ErrorList { _, errs := d.compile(); return errs })
+	err := decode(raw, &d, func() field.ErrorList { return d.validate() })
 	return d, err
 }
 

@@ -29,7 +29,7 @@ xidRules: {"79": app, 31: degraded}
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := d.Compile()
+	s, err := d.Compile(Default)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +57,7 @@ func TestEmptyDocumentHasDefaults(t *testing.T) {
 			t.Errorf("%q: %v", text, err)
 			continue
 		}
-		s, err := d.Compile()
+		s, err := d.Compile(Default)
 		if err != nil || s.Policies.For(h100).Mode != device.PolicyStatic || s.Shares.Any() || s.Effects[health.Lost] != health.NoSchedule {
 			t.Errorf("%q: %+v, %v", text, s, err)
 		}
@@ -145,7 +145,7 @@ func FuzzParse(f *testing.F) {
 		if err != nil {
 			return
 		}
-		s, err := d.Compile()
+		s, err := d.Compile(Default)
 		if err != nil || len(s.Effects) != 4 || s.Policies.For(h100).Mode == "" {
 			t.Errorf("%q is accepted as %+v, %v", raw, s, err)
 		}

@@ -2,8 +2,10 @@ package clusterharness
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"path/filepath"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
@@ -33,9 +35,14 @@ func InstallArguments(root string, more ...string) []string {
 	}, more...)
 }
 
-// Install installs or upgrades the chart.
+// Install installs or upgrades the chart. A changed annotation makes the kubelet read the plugin's
+// ConfigMap at once, and not within a minute.
 func Install(ctx context.Context, c *cluster.Cluster, root string, more ...string) error {
-	_, err := c.Helm(ctx, InstallArguments(root, more...)...)
+	if _, err := c.Helm(ctx, InstallArguments(root, more...)...); err != nil {
+		return err
+	}
+	_, err := c.Kubectl(ctx, "annotate", "pods", "--namespace", Namespace, "--selector", "app.kubernetes.io/component=kubelet-plugin",
+		"--overwrite", fmt.Sprintf("example.com/installed=%d", time.Now().UnixNano()))
 	return err
 }
 

@@ -272,6 +272,7 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	t.Logf("%s and %s were published unchanged under all policies", wholeGPU, small)
 	w.annotate(t, h100, "")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
+	w.testConfigurations(u)
 	w.installDefault(t)
 	w.offersShapes(t, h100, 8, 0)
 	w.modeIsOff(t)
@@ -296,6 +297,46 @@ func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
 			return strings.HasPrefix(e, reason+": ") && containsAll(e, texts...)
 		}), events
 	})
+}
+
+// testConfigurations chooses named configurations by a label of the Node, while a Pod holds a
+// partition. A wrong name changes nothing.
+func (w *world) testConfigurations(u tenant) {
+	t := u.t
+	w.installDefault(t, "--set", "mig.policy=dynamic", "--set", "configurations.whole.mig.policy=static",
+		"--set", "configurations.few.mig.policy=dynamic", "--set", "configurations.few.mig.profiles={1g.10gb,3g.40gb}")
+	u.pod("keeps", onNode(h100), fromTemplate("gpu", "small"))
+	u.running("keeps")
+	label := func(value string) {
+		t.Helper()
+		if _, err := w.Kubectl(t.Context(), "label", "node", h100, "--overwrite", "gpu.nvidia.com/config"+value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The kubelet may need a minute until the plugin sees the new ConfigMap.
+	eventually(t, 90*time.Second, "the label names a configuration that the plugin knows", func() (bool, string) {
+		label("=few")
+		events := w.events(t, corev1.NamespaceDefault, h100)
+		return strings.Contains(events, "ConfigurationInForce: Configuration few is in force"), events
+	})
+	changed := time.Now()
+	label("=whole")
+	w.offersShapes(t, h100, 7, 1)
+	took := time.Since(changed)
+	t.Logf("the label took effect after %s", took)
+	if took > 5*time.Second {
+		t.Errorf("the label took effect after %s, want 5 s", took)
+	}
+	w.nodeHears(t, h100, "ConfigurationInForce", "Configuration whole is in force", "gpu.nvidia.com/config")
+	label("=hole")
+	w.nodeHears(t, h100, "ConfigurationIgnored", `"hole", which does not exist`)
+	w.offersShapes(t, h100, 7, 1)
+	u.running("keeps")
+	u.end("keeps")
+	label("=few")
+	w.offersShapes(t, h100, 8, 8*twoProfiles)
+	label("-")
+	w.offersShapes(t, h100, 8, 8*everyPartition)
 }
 
 // warnsOfSlowScheduler waits for the Event that warns that counters slow the scheduler down.

@@ -12,6 +12,6 @@ func Shares(value string) (device.ShareRules, error) {
 	if err != nil {
 		return device.ShareRules{}, err
 	}
-	s, err := d.Compile()
+	s, err := d.Compile(settings.Default)
 	return s.Shares, err
 }

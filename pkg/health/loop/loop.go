@@ -74,6 +74,7 @@ type Reporter interface {
 
 // Options has the settings and the dependencies of a Loop.
 type Options struct {
+	// Rules are the admin's rules for XIDs, until SetRules.
 	Rules health.Rules
 	// StateDir is the directory in which the findings are saved. BootID identifies the node's boot.
 	StateDir, BootID string
@@ -93,6 +94,7 @@ type Loop struct {
 	signals       chan device.Signal
 	leader        chan bool // whether this instance is the leader
 	adminRequests chan adminRequests
+	rules         chan health.Rules
 	view          atomic.Pointer[health.View]
 	lastTick      atomic.Int64 // in Unix nanoseconds
 
@@ -121,6 +123,7 @@ func New(ctx context.Context, o Options) *Loop {
 		opts:    o,
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
 		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), adminRequests: make(chan adminRequests, 1),
+		rules:   make(chan health.Rules, 1),
 		changed: make(chan struct{}),
 	}
 	if o.Watch == nil {
@@ -162,6 +165,9 @@ func (l *Loop) Stale(now time.Time) bool {
 
 // SetLeader tells the loop whether this plugin instance is the leader.
 func (l *Loop) SetLeader(is bool) { replaceLatest(l.leader, is) }
+
+// SetRules replaces the admin's rules for XIDs, also for the findings that exist.
+func (l *Loop) SetRules(rules health.Rules) { replaceLatest(l.rules, rules) }
 
 // adminRequests are what the Node's annotations say about its GPUs.
 type adminRequests struct {
@@ -226,6 +232,8 @@ func (l *Loop) Run(ctx context.Context) {
 			l.apply(s)
 		case l.isLeader = <-l.leader:
 			l.load(ctx) // the previous leader's last findings
+		case rules := <-l.rules:
+			l.monitor.SetRules(rules)
 		case requests := <-l.adminRequests:
 			l.clear(ctx, requests.clear)
 			l.monitor.Validate(requests.checks)

@@ -279,6 +279,9 @@ func policies(s *fleet.Snapshot) []Finding {
 		}
 		text := fmt.Sprintf("In force by ConfigMap %s: mig.policy=%s shares=%s mps=%t",
 			name, orNone(string(set.MIG.Policy)), orNone(strings.Join(sorted(kinds), ",")), config.MPS)
+		if names := sorted(set.Configurations); len(names) > 0 {
+			text += ", and on some nodes configurations " + strings.Join(names, ", ")
+		}
 		all = append(all, Finding{Note, "policy", text, ""})
 		if config.Conflict == "warn" {
 			all = append(all, Finding{Warning, "device-plugin-conflict",

@@ -337,10 +337,10 @@ loggingFormat: {{ .Values.logFormat }}
 
 {{/* The plugin's settings file. Its form is that of the values. */}}
 {{- define "gpu-dra-driver.settings" -}}
-{{- pick .Values "mig" "shares" "health" "xidRules" | toYaml -}}
+{{- pick .Values "mig" "shares" "health" "xidRules" "configurations" "devicePluginLabel" | toYaml -}}
 {{- end -}}
 
 {{/* The kinds of shares that the values offer, separated by spaces. */}}
 {{- define "gpu-dra-driver.shareKinds" -}}
-{{- range .Values.shares }}{{ if ne .kind "off" }}{{ .kind }} {{ end }}{{ end -}}
+{{- range prepend (values .Values.configurations) .Values }}{{ range .shares }}{{ if ne .kind "off" }}{{ .kind }} {{ end }}{{ end }}{{ end -}}
 {{- end -}}
