@@ -18,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
@@ -39,7 +40,7 @@ func TestRealPrometheusOnRealPlugin(t *testing.T) {
 	n := nodeharness.New(t, "0000:1b:00.0", "0000:43:00.0", "0000:52:00.0", "0000:61:00.0")
 	api := nodeharness.NewAPI()
 	cfg := n.Config()
-	cfg.Shares = "#1=shares:4"
+	cfg.Settings.Shares = []device.ShareRule{{GPUs: "0000:43:00.0", Kind: device.KindShares, Count: 4}}
 	d, err := n.StartWatching(context.WithoutCancel(t.Context()), api, cfg)
 	if err != nil {
 		t.Fatal(err)
