@@ -97,6 +97,10 @@ release-push: release-tool ## Push the release in build/release with its signatu
 release-verify: release-tool ## Verify a release's digests, signatures, contents and provenance (VERSION, PUBLIC_KEY=cosign.pub FROM=folder or registry)
 	$(RELEASE) verify -key $(PUBLIC_KEY) -version $(VERSION) $(FROM)
 
+.PHONY: krew
+krew: toolchain ## Write the krew manifest of a release's kubectl-gpu archives into build/gpu.yaml (VERSION, URL=https://… of the archives)
+	go run ./hack/krew -version '$(VERSION)' -release $(RELEASE_DIR) -url '$(URL)' >$(BUILD)/gpu.yaml
+
 # Fails before anything is compiled.
 .PHONY: release-version
 release-version: release-tool
@@ -186,7 +190,7 @@ test-faults-long: toolchain ## 10,000 schedules, with every fault at every fault
 	    -schedules=10000 -policies=2000 -least=20 -table=$(BUILD)/faults.md
 
 .PHONY: test-explain-long
-test-explain-long: toolchain ## kubectl gpu: each remedy on 5,000 random clusters, and a fleet of 300 nodes (half an hour)
+test-explain-long: toolchain ## kubectl gpu: each remedy on 5,000 random clusters, and a fleet of 300 nodes (ten minutes)
 	go test -count=1 -run '^TestLargeFleet$$' -v ./cmd/kubectl-gpu
 	go test -count=1 -timeout 120m -run '^TestRemediesMakeClaimsFit$$' -v ./cmd/kubectl-gpu/internal/explain -args -clusters=5000
 
@@ -221,8 +225,8 @@ test-release-e2e: release ## Install a release by helm from a registry on a real
 	RELEASE=$(RELEASE_DIR) $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
 
 .PHONY: golden
-golden: toolchain ## Rewrite the golden outputs in test/golden/testdata; git diff shows what changed
-	helm=$$($(CLUSTER) program helm) && HELM=$$helm go test -count=1 ./test/golden -args -update
+golden: toolchain ## Rewrite the golden outputs in test/golden/testdata and the models of kubectl gpu; git diff shows what changed
+	helm=$$($(CLUSTER) program helm) && HELM=$$helm go test -count=1 ./test/golden ./cmd/kubectl-gpu/internal/slices -args -update
 
 # Programs to measure, alternating. The default is the one of this checkout. To compare:
 # PROGRAMS=before=/tmp/old,after=build/bin/gpu-kubelet-plugin
@@ -276,7 +280,8 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
 .PHONY: test-long
-test-long: toolchain ## The suites of MIG, sharing and health on a node with a driver that is awkward in every known way (root)
+test-long: toolchain ## The suites of MIG, sharing and health on an awkward node, and explain against the running scheduler (root)
+	go test -tags cluster -count=1 -v -timeout 30m -run '^TestVerdictIsThatOfTheScheduler$$' ./cmd/kubectl-gpu/internal/explain -args -clusters=200
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward
 
 # Lines of Kubernetes and containerd (test/cluster/versions.go), and the suites to run there.

@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -20,7 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory/preview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -37,16 +38,16 @@ var errOffersNothing = errors.New("this node has NVIDIA GPUs and offers none of 
 func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	format, configuration := "", settings.Default
 	cfg, err := config.Load("gpu-kubelet-plugin inventory", args, os.LookupEnv, func(f *pflag.FlagSet) {
-		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, or cdi for the "+
-			"CDI specs that containers would get")
+		f.StringVarP(&format, "output", "o", "table", "table, yaml for the ResourceSlices that would be published, cdi for the "+
+			"CDI specs that containers would get, or model for the hardware as kubectl gpu slices reads it")
 		f.StringVar(&configuration, "configuration", configuration, "name of the configuration in the settings, which the Node's labels choose "+
 			"for the plugin")
 	})
 	if err != nil {
 		return asUsage(err)
 	}
-	if format != "table" && format != "yaml" && format != "cdi" {
-		return usageError{fmt.Errorf("--output: %q is neither table nor yaml nor cdi", format)}
+	if !slices.Contains([]string{"table", "yaml", "cdi", "model"}, format) {
+		return usageError{fmt.Errorf("--output: %q is neither table nor yaml nor cdi nor model", format)}
 	}
 	present, err := scan.HasNVIDIADevice(cfg.SysfsRoot)
 	if err == nil && !present {
@@ -68,21 +69,21 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return asUsage(err)
 	}
-	rules := inventory.Rules{Policies: set.Policies, Shares: set.Shares}
+	rules := preview.Rules{Policies: set.Policies, Shares: set.Shares}
 	var recordsErr error
 	rules.Records, recordsErr = recordsOf(cfg)
-	preview, err := rules.Preview(node)
+	offer, err := rules.Offer(node)
 	if err != nil {
 		return err
 	}
-	preview.Holders = map[string][]nvidia.Process{}
+	offer.Holders = map[string][]nvidia.Process{}
 	for _, g := range node.GPUs {
-		preview.Holders[g.WholeName()] = scan.Users(driver.Paths(cfg), g.Minor)
+		offer.Holders[g.WholeName()] = scan.Users(driver.Paths(cfg), g.Minor)
 	}
-	if err := show(out, format, cfg.NodeName, preview, recordsErr); err != nil {
+	if err := show(out, format, cfg.NodeName, offer, recordsErr); err != nil {
 		return err
 	}
-	if preview.Empty() {
+	if offer.Empty() {
 		return errOffersNothing
 	}
 	return nil
@@ -103,7 +104,7 @@ The plugin on this node reports all of these at /readyz (of its Pod's --http-add
 
 // recordsOf opens the plugin's checkpoint records of the claims on this node. It returns an error
 // if there are none, because it creates no directory.
-func recordsOf(cfg *config.Config) (inventory.Records, error) {
+func recordsOf(cfg *config.Config) (preview.Records, error) {
 	records, err := checkpoint.Open(cfg.StateDir(), durable.ReadOnly{})
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("no records in %s (--plugin-dir)", cfg.StateDir())
@@ -118,9 +119,10 @@ func recordsOf(cfg *config.Config) (inventory.Records, error) {
 	return ledger.New(records, bootID, nil), nil
 }
 
-// show prints the devices of p, and then notChecked. It leaves notChecked out of CDI specs, which
-// are JSON. recordsErr is nil, or says why the checkpoint records of claims cannot be read.
-func show(out io.Writer, format, nodeName string, p inventory.Preview, recordsErr error) error {
+// show prints the devices of p, and then notChecked. It leaves notChecked out of CDI specs and the
+// model, which describe hardware. recordsErr is nil, or says why the checkpoint records of claims
+// cannot be read.
+func show(out io.Writer, format, nodeName string, p preview.Offer, recordsErr error) error {
 	notes := notChecked
 	if recordsErr != nil {
 		notes = strings.Replace(notes, "\n", "\n  the plugin's records, so that MIG instances of claims are shown as an "+
@@ -128,14 +130,16 @@ func show(out io.Writer, format, nodeName string, p inventory.Preview, recordsEr
 	}
 	switch format {
 	case "yaml":
-		if err := inventory.WriteSlices(out, p, driver.DriverName, nodeName); err != nil {
+		if err := preview.WriteSlices(out, p, driver.DriverName, nodeName); err != nil {
 			return err
 		}
 		notes = "# " + strings.ReplaceAll(strings.TrimSpace(notes), "\n", "\n# ") + "\n"
 	case "cdi":
 		return writeCDI(out, p.Node)
+	case "model":
+		return preview.ModelOf(p.Node).Write(out)
 	default:
-		if err := inventory.WriteTable(out, p); err != nil {
+		if err := preview.WriteTable(out, p); err != nil {
 			return err
 		}
 		notes = "\n" + notes

@@ -9,7 +9,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory/preview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -22,7 +22,7 @@ func TestInventoryShowsCDISpecs(t *testing.T) {
 		}},
 	}
 	var out strings.Builder
-	if err := show(&out, "cdi", "", inventory.Preview{Node: node}, nil); err != nil {
+	if err := show(&out, "cdi", "", preview.Offer{Node: node}, nil); err != nil {
 		t.Fatal(err)
 	}
 	var kinds, devices []string
@@ -41,7 +41,7 @@ func TestInventoryShowsCDISpecs(t *testing.T) {
 
 func TestInventoryWithoutGPUsHasNoCDISpec(t *testing.T) {
 	var out strings.Builder
-	if err := show(&out, "cdi", "", inventory.Preview{}, nil); err != nil || out.Len() != 0 {
+	if err := show(&out, "cdi", "", preview.Offer{}, nil); err != nil || out.Len() != 0 {
 		t.Errorf("%q, %v", out.String(), err)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -19,6 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/explain"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/migrate"
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/slices"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/status"
 )
 
@@ -56,7 +58,7 @@ func newCommand(out, errOut io.Writer) *cobra.Command {
 			return fmt.Errorf("output %q is unknown: use json, yaml or wide", o.output)
 		}
 	}
-	root.AddCommand(o.explainCommand(), o.statusCommand(), o.doctorCommand(), o.migrateCommand(), o.gatherCommand())
+	root.AddCommand(o.explainCommand(), o.statusCommand(), o.doctorCommand(), o.migrateCommand(), o.gatherCommand(), o.slicesCommand())
 	return root
 }
 
@@ -67,11 +69,8 @@ func (o *options) config() clientcmd.ClientConfig {
 	return clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.context})
 }
 
-// read returns the state of the cluster or of the archive.
-func (o *options) read(ctx context.Context) (*fleet.Snapshot, error) {
-	if o.archive != "" {
-		return fleet.ReadArchive(o.archive)
-	}
+// client returns a client of the cluster.
+func (o *options) client() (*kubernetes.Clientset, error) {
 	config, err := o.config().ClientConfig()
 	if err != nil {
 		return nil, fmt.Errorf("read the kubeconfig: %w", err)
@@ -81,7 +80,15 @@ func (o *options) read(ctx context.Context) (*fleet.Snapshot, error) {
 	config.UserAgent = "kubectl-gpu/" + version
 	// A few large lists: the client's own limit of five requests a second would only slow them.
 	config.QPS, config.Burst = 50, 100
-	client, err := kubernetes.NewForConfig(config)
+	return kubernetes.NewForConfig(config)
+}
+
+// read returns the state of the cluster or of the archive.
+func (o *options) read(ctx context.Context) (*fleet.Snapshot, error) {
+	if o.archive != "" {
+		return fleet.ReadArchive(o.archive)
+	}
+	client, err := o.client()
 	if err != nil {
 		return nil, err
 	}
@@ -289,15 +296,21 @@ func (o *options) gatherCommand() *cobra.Command {
 	var file string
 	var pods bool
 	var maxBytes int
+	var lines int64
 	c := &cobra.Command{
 		Use:   "gather",
 		Short: "Write everything that a bug report needs into one archive",
 		Long: "Write everything that a bug report needs into one archive.\n\n" +
 			"It never has Secrets or environment variables, nor the parameters of other drivers.\n" +
-			"Of Pods it has names, claims and nodes only, unless --pods is set.",
+			"Of Pods it has names, claims and nodes only, unless --pods is set.\n" +
+			"With --logs it also has the end of the logs of the driver's Pods, without tokens and passwords.",
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			s, err := o.read(c.Context())
+			if err != nil {
+				return err
+			}
+			logs, err := o.logs(c.Context(), s, lines)
 			if err != nil {
 				return err
 			}
@@ -309,7 +322,7 @@ func (o *options) gatherCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			m, err := s.WriteArchive(f, fleet.ArchiveOptions{Program: version, Time: now, Pods: pods, MaxBytes: maxBytes})
+			m, err := s.WriteArchive(f, fleet.ArchiveOptions{Program: version, Time: now, Pods: pods, MaxBytes: maxBytes, Logs: logs})
 			if err := errors.Join(err, f.Close()); err != nil {
 				return fmt.Errorf("write %s: %w", file, err)
 			}
@@ -326,6 +339,94 @@ func (o *options) gatherCommand() *cobra.Command {
 	}
 	c.Flags().StringVarP(&file, "file", "f", "", "name of the archive (default: gpu-gather-TIME.tar.gz)")
 	c.Flags().BoolVar(&pods, "pods", false, "include what the scheduler looks at in Pods: selectors, affinity, tolerations, requests")
+	c.Flags().Int64Var(&lines, "logs", 0, "include this many last lines of the log of each container of the driver")
 	c.Flags().IntVar(&maxBytes, "max-bytes", 256<<20, "limit for the content before compression. The least important files are left out")
 	return c
+}
+
+// logs returns the last lines of the driver's logs, and notes in s which ones are missing.
+func (o *options) logs(ctx context.Context, s *fleet.Snapshot, lines int64) ([]fleet.Log, error) {
+	switch {
+	case lines == 0:
+		return nil, nil
+	case lines < 0:
+		return nil, fmt.Errorf("--logs is %d: use a number of lines", lines)
+	case o.archive != "":
+		return nil, errors.New("--logs needs a cluster, and --archive is set")
+	}
+	client, err := o.client()
+	if err != nil {
+		return nil, err
+	}
+	logs, missing := fleet.ReadLogs(ctx, client, lines)
+	s.Missing = append(s.Missing, missing...)
+	return logs, nil
+}
+
+// The values of --for.
+const (
+	forKarpenter         = "karpenter"
+	forClusterAutoscaler = "cluster-autoscaler"
+)
+
+func (o *options) slicesCommand() *cobra.Command {
+	var autoscaler string
+	var set slices.Options
+	c := &cobra.Command{
+		Use:   "slices MODEL|NODE --for karpenter|cluster-autoscaler",
+		Short: "Print the ResourceSlices of a node that does not exist yet, for an autoscaler",
+		Long: "Print the ResourceSlices of a node that does not exist yet, for an autoscaler.\n\n" +
+			"A MODEL is a name from the list below, or a file that gpu-kubelet-plugin inventory -o model wrote.\n" +
+			"For a NODE it prints what this node publishes, as a new node would.\n\nModels: " + strings.Join(slices.Known(), ", "),
+		Args: cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			if autoscaler != forKarpenter && autoscaler != forClusterAutoscaler {
+				return fmt.Errorf("--for is %q: use %s or %s", autoscaler, forKarpenter, forClusterAutoscaler)
+			}
+			t, err := o.template(c, args[0], set)
+			if err != nil {
+				return err
+			}
+			for _, note := range t.Notes {
+				fmt.Fprintf(o.err, "Note: %s\n", note)
+			}
+			if o.output != "json" {
+				o.output = "yaml"
+			}
+			if autoscaler == forKarpenter {
+				return o.print(slices.ForKarpenter(set.Name, t), nil)
+			}
+			return o.print(slices.ForClusterAutoscaler(t), nil)
+		},
+		ValidArgsFunction: cobra.FixedCompletions(slices.Known(), cobra.ShellCompDirectiveDefault),
+	}
+	f := c.Flags()
+	f.StringVar(&autoscaler, "for", "", "karpenter or cluster-autoscaler")
+	f.StringVar(&set.Name, "name", "gpu-node-template", "name of the node and its pool in the output")
+	f.IntVar(&set.GPUs, "gpus", 0, "number of GPUs of a MODEL (default: as many as the model has)")
+	f.StringVar(&set.MIGPolicy, "mig-policy", "static", "the plugin's setting mig, for a MODEL: a policy or YAML")
+	f.StringVar(&set.Shares, "shares", "", "the plugin's setting shares, for a MODEL, in YAML")
+	_ = c.RegisterFlagCompletionFunc("for", cobra.FixedCompletions([]string{forKarpenter, forClusterAutoscaler}, cobra.ShellCompDirectiveNoFileComp))
+	return c
+}
+
+// template returns what a node of the model, or like the node, will publish.
+func (o *options) template(c *cobra.Command, name string, set slices.Options) (slices.Template, error) {
+	m, err := slices.Model(name)
+	if err != nil {
+		return slices.Template{}, err
+	}
+	if m != nil {
+		return slices.OfModel(*m, set)
+	}
+	for _, flag := range []string{"gpus", "mig-policy", "shares"} {
+		if c.Flags().Changed(flag) {
+			return slices.Template{}, fmt.Errorf("%s is no model, and --%s is for models. Models: %s", name, flag, strings.Join(slices.Known(), ", "))
+		}
+	}
+	s, err := o.read(c.Context())
+	if err != nil {
+		return slices.Template{}, err
+	}
+	return slices.OfNode(s, name, set.Name)
 }

@@ -71,6 +71,17 @@ func TestCommands(t *testing.T) {
 		{"__complete explain pod ", "p\n", ""},
 		{"__complete status ", "n1\n", ""},
 		{"completion bash", "kubectl-gpu", ""},
+		{"slices n1 --for karpenter", "kind: DynamicResourceTemplate", ""},
+		{"slices n1 --for cluster-autoscaler", "nodeName: gpu-node-template", ""},
+		{"slices t4-16gb --for cluster-autoscaler --gpus 2 --name g4dn -o json", `"name": "gpu-0000-11-00-0"`, ""},
+		{"slices a100-sxm4-40gb --for karpenter --mig-policy dynamic", "Note: gpu-0000-10-00-0: ", ""},
+		{"gather --logs 5", "", "--logs needs a cluster"},
+		{"gather --logs -1", "", "use a number of lines"},
+		{"slices n1 --for kueue", "", `--for is "kueue": use karpenter or cluster-autoscaler`},
+		{"slices n1 --for karpenter --gpus 2", "", "n1 is no model, and --gpus is for models"},
+		{"slices n2 --for karpenter", "", "n2 is neither a node nor a model"},
+		{"slices ./none.yaml --for karpenter", "", "no such file"},
+		{"slices t4-16gb --for karpenter --mig-policy fast", "", "fast"},
 	} {
 		t.Run(c.args, func(t *testing.T) {
 			args := append([]string{}, strings.Split(c.args, " ")...)

@@ -11,6 +11,8 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"syscall"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/paint"
 )
 
 // version is the program's version, which the linker sets.
@@ -23,7 +25,7 @@ const (
 )
 
 // memoryLimit makes the garbage collector work harder before the process has 500 MB.
-const memoryLimit = 450 << 20
+const memoryLimit = 480 << 20
 
 // errFindings ends a command with exitFindings. The findings are its output.
 var errFindings = errors.New("findings")
@@ -33,7 +35,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	context.AfterFunc(ctx, stop)
 	debug.SetMemoryLimit(memoryLimit)
-	err := newCommand(os.Stdout, os.Stderr).ExecuteContext(ctx)
+	err := newCommand(paint.Out(os.Stdout), os.Stderr).ExecuteContext(ctx)
 	switch {
 	case err == nil:
 	case errors.Is(err, errFindings):

@@ -42,7 +42,7 @@ func TestLargeFleet(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-explain-long runs it, without the race detector")
 	}
-	const maxTime, maxBytes = 5 * time.Second, 500 << 20
+	const maxTime, maxBytes = 4 * time.Second, 500 << 20
 	defer debug.SetMemoryLimit(debug.SetMemoryLimit(memoryLimit))
 	s := largeFleet()
 	debug.FreeOSMemory()

@@ -41,6 +41,7 @@ func TestDemo(t *testing.T) {
 		}
 		last := shown[strings.LastIndex(shown, "nvidia-smi -L\n"):]
 		d.checkPod(shown, regexp.MustCompile(`(?m)^GPU \d+: .*UUID: (GPU-[0-9a-f-]{36})`).FindAllStringSubmatch(last, -1))
+		d.checkClient()
 	})
 	t.Run("without nvidia-smi", func(t *testing.T) {
 		d := demonstration{t, program, b.root, "demo-nosmi"}
@@ -93,6 +94,79 @@ func (d demonstration) checkPod(shown string, saw [][]string) {
 	said := regexp.MustCompile(`the scheduler allocated: (GPU-[0-9a-f-]{36})`).FindStringSubmatch(shown)
 	if len(said) != 2 || len(saw) != 1 || saw[0][1] != said[1] {
 		d.Errorf("the Pod saw %v, but the demo printed the allocation %v:\n%s", saw, said, shown)
+	}
+}
+
+// waitingPod asks for more GPUs than the node has.
+const waitingPod = `
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: nine}
+spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com, count: 9}}]}}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: nine}
+spec:
+  containers: [{name: main, image: none, resources: {claims: [{name: gpu}]}}]
+  resourceClaims: [{name: gpu, resourceClaimName: nine}]
+`
+
+// checkClient asks kubectl-gpu about the demo's cluster, as a newcomer and a person on call would.
+// An archive must give the same answers.
+func (d demonstration) checkClient() {
+	d.Helper()
+	c, err := cluster.Open(d.name)
+	if err != nil {
+		d.Fatal(err)
+	}
+	dir := d.TempDir()
+	program, manifest, archive := filepath.Join(dir, "kubectl-gpu"), filepath.Join(dir, "pod.yaml"), filepath.Join(dir, "gather.tar.gz")
+	build := exec.CommandContext(d.Context(), "go", "build", "-o", program, "./cmd/kubectl-gpu")
+	build.Dir = d.root
+	if out, err := build.CombinedOutput(); err != nil {
+		d.Fatalf("build kubectl-gpu: %v\n%s", err, out)
+	}
+	if err := os.WriteFile(manifest, []byte(waitingPod), 0o600); err != nil {
+		d.Fatal(err)
+	}
+	if _, err := c.Kubectl(d.Context(), "apply", "-f", manifest); err != nil {
+		d.Fatal(err)
+	}
+	if _, err := c.Kubectl(d.Context(), "wait", "pod/nine", "--for=condition=PodScheduled=false", "--timeout=60s"); err != nil {
+		d.Fatal(err)
+	}
+	ask := func(args ...string) string {
+		cmd := exec.CommandContext(d.Context(), program, args...)
+		cmd.Env = append(os.Environ(), "KUBECONFIG="+c.Kubeconfig())
+		out, err := cmd.CombinedOutput()
+		var exit *exec.ExitError
+		if err != nil && !(errors.As(err, &exit) && exit.ExitCode() == 3 && args[0] == "doctor") {
+			d.Errorf("kubectl gpu %v: %v\n%s", args, err, out)
+		}
+		d.Logf("$ kubectl gpu %s\n%s", strings.Join(args, " "), out)
+		return string(out)
+	}
+	node := c.Nodes()[0].Name()
+	for _, step := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"status"}, node},
+		{[]string{"status", node}, "a  GPU: default/one-gpu-"},
+		{[]string{"explain", "pod", "one-gpu"}, "is on node " + node},
+		{[]string{"explain", "pod", "nine"}, "ask for 7 instead of 9 devices in request gpu"},
+		{[]string{"doctor"}, ""},
+		{[]string{"gather", "--pods", "--logs", "50", "-f", archive}, "logs/"},
+	} {
+		if out := ask(step.args...); !strings.Contains(out, step.want) {
+			d.Errorf("kubectl gpu %v lacks %q", step.args, step.want)
+		}
+	}
+	for _, args := range [][]string{{"status", node}, {"explain", "pod", "nine", "-n", "default"}} {
+		if live, archived := ask(args...), ask(append(args, "--archive", archive)...); live != archived {
+			d.Errorf("kubectl gpu %v says something else about an archive", args)
+		}
 	}
 }
 

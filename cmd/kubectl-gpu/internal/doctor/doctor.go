@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/paint"
 )
 
 // Severity is how bad a finding is.
@@ -68,13 +69,20 @@ func (r Report) Failed() bool {
 // Text writes the findings for people.
 func (r Report) Text(w io.Writer, _ bool) {
 	for _, f := range r.Findings {
-		fmt.Fprintf(w, "%-8s %s\n", strings.ToUpper(string(f.Severity)), f.Problem)
+		severity := fmt.Sprintf("%-8s", strings.ToUpper(string(f.Severity)))
+		switch f.Severity {
+		case Error:
+			severity = paint.Bad(w, severity)
+		case Warning:
+			severity = paint.Careful(w, severity)
+		}
+		fmt.Fprintln(w, severity, f.Problem)
 		if f.Repair != "" {
 			fmt.Fprintf(w, "         Repair: %s\n", f.Repair)
 		}
 	}
 	if !r.Failed() {
-		fmt.Fprintln(w, "No errors and no warnings.")
+		fmt.Fprintln(w, paint.Good(w, "No errors and no warnings."))
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
 // patience is how long the allocator may search on one node. The scheduler gives it ten seconds.
@@ -125,8 +126,8 @@ func (e *Explainer) state(all []*resourceapi.ResourceSlice, s scenario) structur
 			continue
 		}
 		seen[p] = true
-		for device, holders := range e.holders[p] {
-			id := structured.MakeDeviceID(p.driver, p.name, device)
+		for name, holders := range e.holders[p] {
+			id := structured.MakeDeviceID(p.driver, p.name, name)
 			for _, h := range holders {
 				switch {
 				case s.freed[fleet.UID(h.Claim)]:
@@ -142,13 +143,50 @@ func (e *Explainer) state(all []*resourceapi.ResourceSlice, s scenario) structur
 	return state
 }
 
+// candidates returns the node's slices without those devices that no request matches, so that the
+// allocator need not evaluate their selectors again. Devices that claims hold stay, because they
+// consume counters. Slices of other drivers stay as they are, because the allocator checks them as
+// a whole.
+func (e *Explainer) candidates(node *corev1.Node, all []asked) []*resourceapi.ResourceSlice {
+	matched := map[*resourceapi.Device]bool{}
+	for _, a := range all {
+		for _, f := range a.fates {
+			if f.matches() || f.failure != nil {
+				matched[f.device] = true
+			}
+		}
+	}
+	kept := slices.Clone(e.slicesFor(node.Name))
+	for i, slice := range kept {
+		if slice.Spec.Driver != device.DriverName {
+			continue
+		}
+		fewer := *slice
+		fewer.Spec.Devices = nil
+		holders := e.holders[pool{slice.Spec.Driver, slice.Spec.Pool.Name}]
+		for j := range slice.Spec.Devices {
+			if d := &slice.Spec.Devices[j]; matched[d] || len(holders[d.Name]) > 0 {
+				fewer.Spec.Devices = append(fewer.Spec.Devices, *d)
+			}
+		}
+		kept[i] = &fewer
+	}
+	return kept
+}
+
 // errGaveUp means that the allocator found no answer in time.
 var errGaveUp = errors.New("no answer in time")
 
 // allocate runs the scheduler's allocator for one node. It returns nil without an error if the
 // claims do not fit.
 func (e *Explainer) allocate(ctx context.Context, node *corev1.Node, s scenario) ([]resourceapi.AllocationResult, error) {
-	all := e.slicesFor(node.Name)
+	return e.allocateOf(ctx, node, e.slicesFor(node.Name), s)
+}
+
+// allocateOf is allocate with these slices instead of those of the node.
+func (e *Explainer) allocateOf(
+	ctx context.Context, node *corev1.Node, all []*resourceapi.ResourceSlice, s scenario,
+) ([]resourceapi.AllocationResult, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	a, err := structured.NewAllocator(ctx, e.features, e.state(all, s), e.s, all, e.cache)
@@ -179,4 +217,15 @@ func (e *Explainer) fits(ctx context.Context, q question, node *corev1.Node, s s
 	defer cancel()
 	results, err := e.allocate(ctx, node, s)
 	return err == nil && len(results) == len(s.claims)
+}
+
+// fails reports whether the allocator returns an error for a node on which the Pod may run.
+func (e *Explainer) fails(ctx context.Context, q question, s scenario) bool {
+	return slices.ContainsFunc(e.s.Nodes, func(n *corev1.Node) bool {
+		if len(e.nodeReasons(q, n)) > 0 {
+			return false
+		}
+		_, err := e.allocate(ctx, n, s)
+		return err != nil && !errors.Is(err, errGaveUp)
+	})
 }

@@ -134,7 +134,11 @@ func (f fate) free() bool {
 
 // fates looks at each device of the node for one request.
 func (e *Explainer) fates(ctx context.Context, pools []*poolOnNode, r request) []fate {
-	var all []fate
+	n := 0
+	for _, p := range pools {
+		n += len(p.devices)
+	}
+	all := make([]fate, 0, n)
 	f := r.fields()
 	var classSelectors []resourceapi.DeviceSelector
 	if class := e.s.Class(*f.class); class != nil {

@@ -222,10 +222,8 @@ func (e *Explainer) search(ctx context.Context, r *Report, q question) {
 		if n.Fits {
 			fitting = append(fitting, n.Name)
 		}
-		for _, reason := range n.Reasons {
-			if reason.Code == CodeSelectorError && len(n.opens) == 0 && !n.closed {
-				fatal = append(fatal, reason)
-			}
+		if reason, ok := n.fatal(); ok {
+			fatal = append(fatal, reason)
 		}
 	}
 	switch {
@@ -233,7 +231,8 @@ func (e *Explainer) search(ctx context.Context, r *Report, q question) {
 		r.State, r.Summary = Waits, sayNoNodes(r.Subject)
 		return
 	case len(fatal) > 0:
-		// The scheduler ends its attempt for all nodes if a selector fails on one of them.
+		// The scheduler ends its attempt for all nodes if its allocator returns an error for one of them.
+		// A failing selector is such an error, and a constraint that a claim for all devices cannot meet.
 		r.State, r.Reasons = Blocked, fatal[:1]
 		r.Summary = sayBlocked(r.Subject, r.Reasons)
 	case len(fitting) > 0:
@@ -243,6 +242,25 @@ func (e *Explainer) search(ctx context.Context, r *Report, q question) {
 		r.State, r.Summary = Waits, sayWaits(r.Subject, nodes)
 	}
 	r.Remedies = e.remedies(ctx, q, nodes, base)
+	if len(fatal) > 0 {
+		r.Remedies = slices.DeleteFunc(r.Remedies, func(remedy Remedy) bool { return e.fails(ctx, q, base.with(remedy.Changes...)) })
+	}
+}
+
+// fatal returns the reason why the allocator returns an error for the node, which ends the
+// scheduler's attempt for all nodes.
+func (n Node) fatal() (Reason, bool) {
+	if len(n.opens) > 0 || n.closed {
+		return Reason{}, false // the scheduler does not ask its allocator
+	}
+	// The first one says best what is wrong.
+	for _, code := range []string{CodeSelectorError, CodeTooMany, CodeError} {
+		failed := code == CodeSelectorError || slices.ContainsFunc(n.Reasons, func(r Reason) bool { return r.Code == CodeError })
+		if i := slices.IndexFunc(n.Reasons, func(r Reason) bool { return r.Code == code }); i >= 0 && failed {
+			return n.Reasons[i], true
+		}
+	}
+	return Reason{}, false
 }
 
 // node returns the allocator's verdict on one node, and the reasons if the claims do not fit.
@@ -259,12 +277,21 @@ func (e *Explainer) node(ctx context.Context, q question, node *corev1.Node, bas
 		n.Fits = len(n.Reasons) == 0
 		return n
 	}
-	results, err := e.allocate(ctx, node, base)
+	pools := e.poolsOn(node)
+	for _, c := range base.claims {
+		requests, _ := requestsOf(c)
+		for _, r := range requests {
+			a := asked{claim: c, request: r, fates: e.fates(ctx, pools, r)}
+			a.need = needed(r, a.fates)
+			n.asked = append(n.asked, a)
+		}
+	}
+	candidates := e.candidates(node, n.asked)
+	results, err := e.allocateOf(ctx, node, candidates, base)
 	if err == nil && len(results) == len(base.claims) {
 		n.Fits = len(n.Reasons) == 0
 		return n
 	}
-	pools := e.poolsOn(node)
 	if len(pools) == 0 {
 		n.Reasons = append(n.Reasons, Reason{Code: CodeNoSlices, Sentence: sayNoSlices()})
 		n.closed = true
@@ -275,16 +302,10 @@ func (e *Explainer) node(ctx context.Context, q question, node *corev1.Node, bas
 			n.Reasons = append(n.Reasons, Reason{Code: CodeIncomplete, Sentence: sayIncomplete(p.id, p.have, p.want)})
 		}
 	}
-	for _, c := range base.claims {
-		requests, _ := requestsOf(c)
-		for _, r := range requests {
-			a := asked{claim: c, request: r, fates: e.fates(ctx, pools, r)}
-			a.need = needed(r, a.fates)
-			n.asked = append(n.asked, a)
-			n.Reasons = append(n.Reasons, requestReasons(a)...)
-		}
+	for _, a := range n.asked {
+		n.Reasons = append(n.Reasons, requestReasons(a)...)
 	}
-	n.Reasons = append(n.Reasons, e.claimReasons(ctx, node, base, n)...)
+	n.Reasons = append(n.Reasons, e.claimReasons(ctx, candidates, base, n)...)
 	if err != nil && !slices.ContainsFunc(n.Reasons, func(r Reason) bool { return r.Code == CodeSelectorError }) {
 		n.Reasons = append(n.Reasons, errorReason(err))
 	}
@@ -314,7 +335,7 @@ func needed(r request, fates []fate) int {
 
 // claimReasons returns the reasons that are about more than one device. Dropping a constraint shows
 // whether it is a reason.
-func (e *Explainer) claimReasons(ctx context.Context, node *corev1.Node, base scenario, n Node) []Reason {
+func (e *Explainer) claimReasons(ctx context.Context, candidates []*resourceapi.ResourceSlice, base scenario, n Node) []Reason {
 	var all []Reason
 	enough := true
 	for _, a := range n.asked {
@@ -333,7 +354,7 @@ func (e *Explainer) claimReasons(ctx context.Context, node *corev1.Node, base sc
 	for _, c := range base.claims {
 		for i, constraint := range c.Spec.Devices.Constraints {
 			drop := Change{Kind: DropConstraint, Claim: key(c), Constraint: i}
-			if results, err := e.allocate(ctx, node, base.with(drop)); err == nil && len(results) == len(base.claims) {
+			if results, err := e.allocateOf(ctx, n.node, candidates, base.with(drop)); err == nil && len(results) == len(base.claims) {
 				all = append(all, Reason{Code: CodeConstraint, Claims: []string{key(c)}, Sentence: sayConstraint(constraint, groups(n, c, constraint))})
 			}
 		}

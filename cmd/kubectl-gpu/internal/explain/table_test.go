@@ -136,7 +136,7 @@ var situations = []situation{
 			c.Node("n1", h100, 2, "static", "")
 			wants(c, gpus(33))
 		},
-		state: explain.Waits, want: []string{"the request needs 33 devices, and a claim can have 32"},
+		state: explain.Blocked, want: []string{"the request needs 33 devices, and a claim can have 32"},
 	},
 	{
 		name: "selector of the request",
@@ -371,6 +371,19 @@ var situations = []situation{
 		state: explain.Waits,
 		want: []string{
 			"the constraint that gpu.nvidia.com/rack is equal excludes every choice of devices. Free devices by value: (none): 2",
+		},
+	},
+	{
+		name: "all devices of one node break a constraint",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 2, "static", "")
+			c.Node("n2", h100, 1, "static", "")
+			claim, _ := wants(c, all(gpuClass))
+			claim.Spec.Devices.Constraints = []resourceapi.DeviceConstraint{match("gpu.nvidia.com/parentUUID")}
+		},
+		state: explain.Blocked,
+		want: []string{
+			"a claim constraint would not be satisfied", "n1: remove the constraint that gpu.nvidia.com/parentUUID is equal",
 		},
 	},
 	{

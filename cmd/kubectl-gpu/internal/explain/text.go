@@ -4,17 +4,19 @@ import (
 	"fmt"
 	"io"
 	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/paint"
 )
 
 // Text writes the report for people. With wide it lists every node, otherwise nodes with the same
 // reasons count as one line.
 func (r *Report) Text(w io.Writer, wide bool) {
-	fmt.Fprintln(w, r.Summary)
+	fmt.Fprintln(w, paint.Strong(w, r.Summary))
 	for _, a := range r.Asked {
 		fmt.Fprintf(w, "  Claim %s, request %s: %s\n", a.Claim, a.Request, a.Sentence)
 	}
 	if len(r.Reasons) > 0 {
-		fmt.Fprintln(w, "\nReasons")
+		fmt.Fprintln(w, paint.Strong(w, "\nReasons"))
 		for _, reason := range r.Reasons {
 			fmt.Fprintf(w, "  - %s\n", reason.Sentence)
 		}
@@ -23,7 +25,7 @@ func (r *Report) Text(w io.Writer, wide bool) {
 		r.nodes(w, wide)
 	}
 	if len(r.Remedies) > 0 {
-		fmt.Fprintln(w, "\nWhat would make it fit (one of these)")
+		fmt.Fprintln(w, paint.Strong(w, "\nWhat would make it fit (one of these)"))
 		for _, remedy := range r.Remedies {
 			var parts []string
 			for _, c := range remedy.Changes {
@@ -61,7 +63,7 @@ func (r *Report) nodes(w io.Writer, wide bool) {
 			reasons = append(reasons, s)
 		}
 		if n.Fits {
-			reasons = []string{"fits"}
+			reasons = []string{paint.Good(w, "fits")}
 		}
 		k := strings.Join(reasons, "\n")
 		if wide {
@@ -74,7 +76,7 @@ func (r *Report) nodes(w io.Writer, wide bool) {
 		index[k].names = append(index[k].names, n.Name)
 	}
 	if len(lines) > 0 {
-		fmt.Fprintln(w, "\nNodes")
+		fmt.Fprintln(w, paint.Strong(w, "\nNodes"))
 	}
 	const shown = 12
 	for i, l := range lines {
@@ -92,7 +94,7 @@ func (r *Report) nodes(w io.Writer, wide bool) {
 func (c Claim) text(w io.Writer) {
 	fmt.Fprintf(w, "\nClaim %s\n", c.Name)
 	if c.Problem != "" {
-		fmt.Fprintf(w, "  Problem: %s\n", c.Problem)
+		fmt.Fprintf(w, "  %s\n", paint.Bad(w, "Problem: "+c.Problem))
 	}
 	for _, d := range c.Devices {
 		fmt.Fprintf(w, "  %s: %s, %s on %s", d.Request, d.What, d.Device, d.Node)
@@ -110,7 +112,7 @@ func (c Claim) text(w io.Writer) {
 			fmt.Fprintf(w, "    Shared with %s\n", some(d.Sharers))
 		}
 		for _, t := range d.Taints {
-			fmt.Fprintf(w, "    Taint %s\n", t)
+			fmt.Fprintf(w, "    %s\n", paint.Careful(w, "Taint "+t))
 		}
 		for _, condition := range d.Conditions {
 			fmt.Fprintf(w, "    %s=%s %s %s\n", condition.Type, condition.Status, condition.Reason, condition.Message)

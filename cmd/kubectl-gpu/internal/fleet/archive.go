@@ -56,6 +56,8 @@ type ArchiveOptions struct {
 	Pods bool
 	// MaxBytes limits the size of all files before compression. The least important ones are left out.
 	MaxBytes int
+	// Logs are the least important of all.
+	Logs []Log
 }
 
 // files lists the kinds of objects in an archive, the most important ones first.
@@ -85,20 +87,26 @@ func (s *Snapshot) WriteArchive(w io.Writer, o ArchiveOptions) (Manifest, error)
 	}
 	total := 0
 	contents := map[string][]byte{}
+	put := func(name string, content []byte) {
+		if o.MaxBytes > 0 && total+len(content) > o.MaxBytes {
+			m.LeftOut = append(m.LeftOut, fmt.Sprintf("%s: its %d bytes exceed the limit of %d in total (--max-bytes)",
+				name, len(content), o.MaxBytes))
+			return
+		}
+		total += len(content)
+		contents[name] = content
+		sum := sha256.Sum256(content)
+		m.Files = append(m.Files, ArchivedFile{name, len(content), hex.EncodeToString(sum[:])})
+	}
 	for _, f := range kept.files() {
 		content, err := json.Marshal(f.objects)
 		if err != nil {
 			return m, fmt.Errorf("encode %s: %w", f.name, err)
 		}
-		if o.MaxBytes > 0 && total+len(content) > o.MaxBytes {
-			m.LeftOut = append(m.LeftOut, fmt.Sprintf("%s: its %d bytes exceed the limit of %d in total (--max-bytes)",
-				f.name, len(content), o.MaxBytes))
-			continue
-		}
-		total += len(content)
-		contents[f.name] = content
-		sum := sha256.Sum256(content)
-		m.Files = append(m.Files, ArchivedFile{f.name, len(content), hex.EncodeToString(sum[:])})
+		put(f.name, content)
+	}
+	for _, log := range o.Logs {
+		put("logs/"+log.Name+".log", log.Text)
 	}
 	text, err := json.MarshalIndent(m, "", "  ")
 	if err != nil {

@@ -5,6 +5,8 @@ import (
 	"io"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/paint"
 )
 
 // Text writes one line for each node, or with detail one for each GPU.
@@ -59,15 +61,15 @@ func orDash(s string) string {
 }
 
 func (n Node) text(w io.Writer) {
-	fmt.Fprintf(w, "%s", n.Name)
+	fmt.Fprint(w, paint.Strong(w, n.Name))
 	if note := n.note(); note != "" {
-		fmt.Fprintf(w, " (%s)", note)
+		fmt.Fprintf(w, " (%s)", paint.Careful(w, note))
 	}
 	fmt.Fprintln(w)
 	for _, g := range n.GPUs {
 		fmt.Fprintf(w, "  %s  [%s]  %s, free: %s\n", g.Name, g.Bar, g.Product, orDash(g.Largest))
 		for _, t := range g.Taints {
-			fmt.Fprintf(w, "      taint %s\n", t)
+			fmt.Fprintf(w, "      %s\n", paint.Careful(w, "taint "+t))
 		}
 		for _, h := range g.Holders {
 			idle := ""

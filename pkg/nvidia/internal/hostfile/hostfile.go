@@ -2,19 +2,9 @@
 package hostfile
 
 import (
-	"io/fs"
 	"os"
 	"strings"
-	"syscall"
 )
-
-// DeviceNumber returns the major and minor number of a device node, as the kernel encodes them.
-func DeviceNumber(info fs.FileInfo) uint64 {
-	if s, ok := info.Sys().(*syscall.Stat_t); ok {
-		return s.Rdev
-	}
-	return 0
-}
 
 // ReadTrimmed returns a file's text without surrounding white space. It is empty if the file cannot
 // be read.

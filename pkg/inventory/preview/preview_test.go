@@ -1,4 +1,4 @@
-package inventory
+package preview
 
 import (
 	"errors"
@@ -19,9 +19,9 @@ import (
 
 // previewOf returns the preview of what this node offers under the rules. It ends the test after an
 // error.
-func previewOf(t *testing.T, r Rules, node nvidia.Node) Preview {
+func previewOf(t *testing.T, r Rules, node nvidia.Node) Offer {
 	t.Helper()
-	p, err := r.Preview(node)
+	p, err := r.Offer(node)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -232,7 +232,7 @@ func TestPreviewReturnsErrorOfRecords(t *testing.T) {
 	node := nodeWith("0000:1b:00.0")
 	node.GPUs[0].MIG = &device.MIG{}
 	broken := errors.New("bad sector")
-	if _, err := (Rules{Records: records{err: broken}}).Preview(node); !errors.Is(err, broken) ||
+	if _, err := (Rules{Records: records{err: broken}}).Offer(node); !errors.Is(err, broken) ||
 		!strings.Contains(err.Error(), "gpu-0000-1b-00-0") {
 		t.Error(err)
 	}
@@ -240,7 +240,7 @@ func TestPreviewReturnsErrorOfRecords(t *testing.T) {
 
 func TestTableWithoutGPUsHasNoHeader(t *testing.T) {
 	var out strings.Builder
-	if err := WriteTable(&out, Preview{}); err != nil || strings.Contains(out.String(), "NAME") ||
+	if err := WriteTable(&out, Offer{}); err != nil || strings.Contains(out.String(), "NAME") ||
 		!strings.Contains(out.String(), "CUDA unknown") {
 		t.Errorf("%s, %v", out.String(), err)
 	}
@@ -277,4 +277,15 @@ func TestFailedWriteIsAnError(t *testing.T) {
 	if WriteTable(full{}, p) == nil || WriteSlices(full{}, p, "d", "n") == nil {
 		t.Error("a write error was ignored")
 	}
+}
+
+// nodeWith returns a node with a GPU without MIG at each address.
+func nodeWith(addresses ...device.PCIAddress) nvidia.Node {
+	n := nvidia.Node{Driver: device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}}
+	for i, a := range addresses {
+		n.GPUs = append(n.GPUs, nvidia.GPU{GPU: device.GPU{
+			PCIAddress: a, UUID: "GPU-" + string(a), Minor: i, ProductName: "NVIDIA H200", MemoryBytes: 1 << 30,
+		}})
+	}
+	return n
 }

@@ -1,4 +1,8 @@
-package inventory
+// Package preview computes which devices a node would offer, from its hardware and the admin's
+// configuration alone. It calls the same functions as the publisher, and neither hardware nor API
+// server. Program gpu-kubelet-plugin inventory prints the offer of the node that it runs on, and
+// kubectl gpu slices that of a node that does not exist yet.
+package preview
 
 import (
 	"fmt"
@@ -29,10 +33,10 @@ type Records interface {
 	SharedDevices() (map[string]bool, error)
 }
 
-// Preview is what a node would offer to a cluster with all DRA features. It is for people to read.
+// Offer is what a node would offer to a cluster with all DRA features. It is for people to read.
 // A preview may be inconsistent, because the hardware and the claims' records are read at different
 // moments.
-type Preview struct {
+type Offer struct {
 	Node nvidia.Node
 	// Holders has the processes that have a GPU open, by the name of the GPU. They may prevent changes
 	// of its MIG mode and instances.
@@ -46,9 +50,9 @@ type Preview struct {
 	reasons map[string][]string
 }
 
-// Preview returns what the node would offer under the rules.
-func (r Rules) Preview(node nvidia.Node) (Preview, error) {
-	p := Preview{Node: node, policies: r.Policies, owned: map[string][]device.Instance{}, reasons: map[string][]string{}}
+// Offer returns what the node would offer under the rules.
+func (r Rules) Offer(node nvidia.Node) (Offer, error) {
+	p := Offer{Node: node, policies: r.Policies, owned: map[string][]device.Instance{}, reasons: map[string][]string{}}
 	var held map[string]bool
 	if r.Records != nil {
 		var err error
@@ -80,17 +84,20 @@ func (r Rules) Preview(node nvidia.Node) (Preview, error) {
 	return p, nil
 }
 
-func (p Preview) addReason(gpu, reason string) {
+// Reasons has why a GPU offers less than the configuration asks for, by the name of the GPU.
+func (p Offer) Reasons() map[string][]string { return p.reasons }
+
+func (p Offer) addReason(gpu, reason string) {
 	if reason != "" {
 		p.reasons[gpu] = append(p.reasons[gpu], reason)
 	}
 }
 
 // Empty reports whether the node would publish no device.
-func (p Preview) Empty() bool { return len(p.shapes) == 0 }
+func (p Offer) Empty() bool { return len(p.shapes) == 0 }
 
 // ownerOf returns the text that the table shows for who created the MIG instance.
-func (p Preview) ownerOf(gpu string, in device.Instance) string {
+func (p Offer) ownerOf(gpu string, in device.Instance) string {
 	if slices.ContainsFunc(p.owned[gpu], func(o device.Instance) bool { return o.ID == in.ID }) {
 		return "a claim"
 	}
@@ -99,7 +106,7 @@ func (p Preview) ownerOf(gpu string, in device.Instance) string {
 
 // offered counts the devices that a GPU would publish. devices maps each kind of device to its
 // number, and kinds lists the kinds in publishing order.
-func (p Preview) offered(g device.GPU) (kinds []string, devices map[string]int) {
+func (p Offer) offered(g device.GPU) (kinds []string, devices map[string]int) {
 	devices = map[string]int{}
 	for _, s := range p.shapes {
 		if s.GPU().PCIAddress != g.PCIAddress {

@@ -1,4 +1,4 @@
-package inventory
+package preview
 
 import (
 	"cmp"
@@ -19,7 +19,7 @@ import (
 
 // WriteTable writes a table of the GPUs that a node has, the devices that it offers, and why it
 // does not offer more.
-func WriteTable(out io.Writer, p Preview) error {
+func WriteTable(out io.Writer, p Offer) error {
 	node := p.Node
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "Driver %s, CUDA %s\n\n", node.Driver.Version, cmp.Or(node.Driver.CUDAVersion, "unknown"))
@@ -70,7 +70,7 @@ func WriteTable(out io.Writer, p Preview) error {
 
 // writeHolders lists the processes that have a GPU open. Such a process blocks a reset of the GPU
 // and a change of its MIG mode.
-func writeHolders(out io.Writer, p Preview) error {
+func writeHolders(out io.Writer, p Offer) error {
 	title := "\nOpen in other processes:\n"
 	for _, g := range p.Node.GPUs {
 		var names []string
@@ -90,7 +90,7 @@ func writeHolders(out io.Writer, p Preview) error {
 
 // writeOffer writes how many devices of each kind each GPU would publish. It counts all devices,
 // even those that cannot be allocated at the same time.
-func writeOffer(out io.Writer, p Preview) error {
+func writeOffer(out io.Writer, p Offer) error {
 	if len(p.Node.GPUs) == 0 {
 		return nil
 	}
@@ -112,11 +112,11 @@ func writeOffer(out io.Writer, p Preview) error {
 
 // WriteSlices writes the ResourceSlices that a node would publish, as YAML documents. If nodeName
 // is empty, WriteSlices uses the machine's host name.
-func WriteSlices(out io.Writer, p Preview, driverName, nodeName string) error {
+func WriteSlices(out io.Writer, p Offer, driverName, nodeName string) error {
 	if nodeName == "" {
 		nodeName, _ = os.Hostname()
 	}
-	for _, slice := range resourceSlices(p, driverName, nodeName) {
+	for _, slice := range p.Slices(driverName, nodeName) {
 		data, err := yaml.Marshal(slice)
 		if err != nil {
 			return fmt.Errorf("write a ResourceSlice: %w", err)
@@ -128,9 +128,9 @@ func WriteSlices(out io.Writer, p Preview, driverName, nodeName string) error {
 	return nil
 }
 
-// resourceSlices returns the slices of the preview, with the names, driver, pool and node that the
-// plugin would set.
-func resourceSlices(p Preview, driverName, nodeName string) []resourceapi.ResourceSlice {
+// Slices returns the slices of the offer, with the names, driver, pool and node that the plugin
+// would set.
+func (p Offer) Slices(driverName, nodeName string) []resourceapi.ResourceSlice {
 	split := device.Slices(p.shapes, p.Node.Driver)
 	slices := make([]resourceapi.ResourceSlice, len(split))
 	for i, s := range split {

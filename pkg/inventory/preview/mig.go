@@ -1,4 +1,4 @@
-package inventory
+package preview
 
 import (
 	"cmp"
@@ -14,7 +14,7 @@ import (
 
 // writeMIG writes the profiles and MIG instances of each MIG-capable GPU, and who created each MIG
 // instance.
-func writeMIG(out io.Writer, p Preview) error {
+func writeMIG(out io.Writer, p Offer) error {
 	migCapable := slices.DeleteFunc(slices.Clone(p.Node.GPUs), func(g nvidia.GPU) bool { return g.MIG == nil })
 	if len(migCapable) == 0 {
 		return nil
