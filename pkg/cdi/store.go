@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/version"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
 )
@@ -235,12 +236,33 @@ func (s *Store) remove(name string, temporaries ...string) error {
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse
 // newer versions. It returns the spec as JSON.
 func encode(spec *specs.Spec) ([]byte, error) {
-	version, err := specs.MinimumRequiredVersion(spec)
+	lowest, err := minimumVersion(spec)
 	if err != nil {
 		return nil, fmt.Errorf("find its version: %w", err)
 	}
-	spec.Version = version
+	// Of several devices the library sees only the edits of the last one, because its go.mod asks for
+	// Go 1.19, where a loop has one variable. So each device is asked for alone.
+	for _, d := range spec.Devices {
+		alone := *spec
+		alone.Devices = []specs.Device{d}
+		needed, err := minimumVersion(&alone)
+		if err != nil {
+			return nil, fmt.Errorf("find the version of device %s: %w", d.Name, err)
+		}
+		if lowest.LessThan(needed) {
+			lowest = needed
+		}
+	}
+	spec.Version = lowest.String()
 	return json.Marshal(spec)
+}
+
+func minimumVersion(spec *specs.Spec) (*version.Version, error) {
+	text, err := specs.MinimumRequiredVersion(spec)
+	if err != nil {
+		return nil, err
+	}
+	return version.ParseSemantic(text)
 }
 
 // check returns an error if a runtime could not load the spec. One bad device makes the runtime

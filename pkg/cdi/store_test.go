@@ -298,3 +298,20 @@ func TestRuntimeReadsCheckedSpecs(t *testing.T) {
 		}
 	}
 }
+
+// A runtime may refuse a spec whose version is older than what one of its devices needs, whichever
+// of the devices that is.
+func TestVersionIsThatOfTheMostDemandingDevice(t *testing.T) {
+	node := specs.Device{Name: "uid-1-a", ContainerEdits: specs.ContainerEdits{
+		DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0", HostPath: "/driver/dev/nvidia0"}}, // since 0.5.0
+	}}
+	mount := specs.Device{Name: "uid-1-b", ContainerEdits: specs.ContainerEdits{
+		Mounts: []*specs.Mount{{HostPath: "/a", ContainerPath: "/b"}},
+	}}
+	for _, devices := range [][]specs.Device{{node}, {node, mount}, {mount, node}} {
+		_, claim, err := Render(specs.ContainerEdits{}, devices)
+		if err != nil || !strings.Contains(string(claim), `"cdiVersion":"0.5.0"`) {
+			t.Errorf("%s, %v", claim, err)
+		}
+	}
+}
