@@ -52,6 +52,9 @@ func (c *Config) ExtraDriverDirs() []string {
 // locks, and quarantined files.
 func (c *Config) StateDir() string { return filepath.Join(c.PluginDir, "state") }
 
+// MetadataDir returns the directory of the files that describe claims' devices to containers.
+func (c *Config) MetadataDir() string { return filepath.Join(c.PluginDir, "metadata") }
+
 // Validate returns an error if a value is invalid. The error lists every invalid value with its
 // flag.
 func (c *Config) Validate() error {

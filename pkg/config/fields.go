@@ -44,8 +44,9 @@ type Config struct {
 
 	RequireValidation bool
 	// SettingsFile is the file with Settings, which has the defaults if there is no file.
-	SettingsFile string
-	Settings     settings.Document
+	SettingsFile   string
+	Settings       settings.Document
+	DeviceMetadata bool
 	// DevicePluginConflict is what the plugin does while NVIDIA's device plugin offers GPUs of the
 	// same node: ConflictRefuse or ConflictWarn.
 	DevicePluginConflict string
@@ -72,6 +73,7 @@ func Default() *Config {
 		ReleaseLabels:        "nvidia.com/gpu.deploy.dra-driver,nvidia.com/gpu.deploy.client,nvidia.com/gpu.deploy.device-plugin",
 		ClaimGrace:           5 * time.Minute,
 		ClaimStatus:          true,
+		DeviceMetadata:       true,
 		DevicePluginConflict: ConflictRefuse,
 		MPSHookSource:        "/usr/bin/gpu-mps",
 		ShmRoot:              "/dev/shm",
@@ -163,6 +165,9 @@ func (c *Config) Fields() []Field {
 	boolean(&c.ClaimStatus, "claim-status",
 		"whether to write into a claim's status.devices what each device is (UUIDs, profile, place, condition Ready), "+
 			"for monitoring; if false, the plugin does not need the rights for it")
+	boolean(&c.DeviceMetadata, "device-metadata",
+		"whether containers get files that describe the devices of their claims (KEP-5304), as KubeVirt needs them. If false, "+
+			"claims that were prepared with such files keep them")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
 	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")

@@ -60,6 +60,20 @@ func commonAttributes(g GPU, d Driver) attributes {
 	return a
 }
 
+// AllocatedAttributes returns the attributes with which the device n of the GPU g is published.
+// fractions says which kind of shares a shared device has. A partition that the inventory does not
+// have yet has [UUIDNotCreated].
+func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
+	of, _, known := g.shareable(n)
+	if !known {
+		of = Partition{gpu: g, part: *n.Partition}
+	}
+	if n.Share {
+		return Shared{of, Share{Fractions: fractions}}.Device(d).Attributes
+	}
+	return of.Device(d).Attributes
+}
+
 // text returns a string attribute. It truncates s to the API's limit, because one longer product
 // name would make the whole pool invalid.
 func text(s string) resourceapi.DeviceAttribute {

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -247,7 +248,10 @@ func TestClaimLifecycleOnANode(t *testing.T) {
 		t.Fatalf("got %v", answer)
 	}
 	ids := answer.GetDevices()[0].GetCdiDeviceIds()
-	if len(ids) != 2 || ids[0] != "k8s.gpu.nvidia.com/base=driver" || ids[1] != "k8s.gpu.nvidia.com/claim=uid-first-gpu-0000-1b-00-0" {
+	if want := []string{
+		"k8s.gpu.nvidia.com/base=driver", "k8s.gpu.nvidia.com/claim=uid-first-gpu-0000-1b-00-0",
+		"k8s.gpu.nvidia.com/claim=uid-first-metadata-gpu",
+	}; !slices.Equal(ids, want) {
 		t.Errorf("CDI devices %q", ids)
 	}
 	if refused := n.prepare(t, second).GetError(); !strings.Contains(refused, "team/first") {

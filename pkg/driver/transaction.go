@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -55,7 +56,7 @@ func transactionOptions(
 		Claims: claimReader{calls, parts.Client},
 		Edits:  nodeEdits{visiblePath(cfg), cfg, scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
 		Observer:    claimObserver{calls, status, toAdmins},
-		MPSDisabled: !cfg.MPS, ConflictWait: conflictWait, Stopping: ctx.Done(),
+		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	}
 }
 
@@ -97,6 +98,10 @@ func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device
 }
 
 func (e nodeEdits) Monitor() specs.ContainerEdits { return scan.MonitorEdits(Paths(e.cfg)) }
+
+func (e nodeEdits) Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error) {
+	return metadata.Edits(e.cfg.MetadataDir(), c, request)
+}
 
 func (e nodeEdits) MPSClient(daemon string) specs.ContainerEdits {
 	return mps.Edits(MPSPaths(e.cfg), daemon)

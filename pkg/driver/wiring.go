@@ -23,6 +23,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/hook"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -128,7 +129,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	node := nodeview.New(inv, verdicts, reference)
 	totals := newShareTotals(node, set.Shares)
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
-		BootID: state.bootID, Now: time.Now, Records: state.records, Specs: specs, Hardware: node, MPS: supervisor,
+		BootID: state.bootID, Now: time.Now, Records: state.records,
+		Specs: metadata.WithSpecs{Store: specs, Files: metadata.NewFiles(cfg.MetadataDir())}, Hardware: node, MPS: supervisor,
 	}, totals, calls, status, toAdmins))
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()

@@ -25,6 +25,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -56,6 +57,7 @@ type world struct {
 	shares       device.ShareRules
 	daemons      *daemons
 	mpsDisabled  bool
+	metadata     bool          // Options.Metadata
 	conflictWait time.Duration // Options.ConflictWait
 	stopping     chan struct{}
 }
@@ -130,7 +132,7 @@ func (w *world) start() (*plugin, error) {
 	}
 	p := &plugin{Locks: locks, Observer: &preparetest.Observer{}}
 	o := prepare.Options{
-		Pool: pool, Locks: locks, ConflictWait: w.conflictWait, Stopping: w.stopping, MPSDisabled: w.mpsDisabled,
+		Pool: pool, Locks: locks, ConflictWait: w.conflictWait, Stopping: w.stopping, MPSDisabled: w.mpsDisabled, Metadata: w.metadata,
 		Node: steps.Node{BootID: w.bootID, Now: time.Now, Records: records, Specs: w.specs, Hardware: w, MPS: w.daemons},
 		Claims: &preparetest.Claims{OnRead: func(context.Context, string, string) (*resourceapi.ResourceClaim, error) {
 			if w.readClaim == nil {
@@ -198,7 +200,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	disk := durabletest.New()
 	return &world{
-		disk: disk, specs: &specsFake{disk: disk, claims: map[types.UID]string{}},
+		disk: disk, specs: &specsFake{disk: disk, claims: map[types.UID]string{}, metadata: map[types.UID][]metadata.Request{}},
 		locks: filepath.Join(t.TempDir(), "claims.lock"), bootID: "boot-1",
 		daemons: &daemons{absent: true, running: map[string]mps.Daemon{}, hang: map[string]bool{}},
 		snapshot: inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
@@ -271,6 +273,8 @@ type specsFake struct {
 	base   string
 	claims map[types.UID]string
 	writes int
+	// metadata has what the claims' metadata files say.
+	metadata map[types.UID][]metadata.Request
 }
 
 func (s *specsFake) set(change func()) error {
@@ -299,8 +303,15 @@ func (s *specsFake) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return s.set(func() { s.claims[uid] = string(raw); s.writes++ })
 }
 
+func (s *specsFake) WriteMetadata(c metadata.Claim, r metadata.Request) error {
+	return s.set(func() {
+		others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
+		s.metadata[c.UID] = append(others, r)
+	})
+}
+
 func (s *specsFake) RemoveClaim(uid types.UID) error {
-	return s.set(func() { delete(s.claims, uid) })
+	return s.set(func() { delete(s.claims, uid); delete(s.metadata, uid) })
 }
 
 func (s *specsFake) Claims() ([]types.UID, error) {

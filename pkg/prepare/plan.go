@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -32,6 +33,9 @@ type plan struct {
 	// sharing says which settings, MPS daemons and limits the claim asks for. It is empty in a plan
 	// made from a record.
 	sharing sharing
+	// metadata is nil if the claim's devices are not described to its containers, and in a plan made
+	// from a record.
+	metadata *steps.Metadata
 	// steps are the parts of the preparation, such as creating a MIG instance, without the last one,
 	// which writes the claim's CDI spec.
 	steps []steps.Step
@@ -76,6 +80,9 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	}
 	if len(allocation.Results) == 0 {
 		return pl, nil
+	}
+	if p.opts.Metadata {
+		pl.metadata = &steps.Metadata{PodClaimName: metadata.PodClaimName(c.Annotations)}
 	}
 	if !snapshot.Ready {
 		return nil, steps.NotReady(snapshot)

@@ -96,8 +96,12 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 		return nil, canceledError(ctx)
 	}
 	if found {
-		if kept, err := p.reprepare(ctx, old, pl); kept || err != nil {
-			return pl.kubeletDevices(p.opts.Pool), err
+		kept, err := p.reprepare(ctx, old, pl)
+		if err != nil {
+			return nil, err
+		}
+		if kept {
+			return pl.kubeletDevices(p.opts.Pool), nil
 		}
 	}
 	if len(pl.record.Devices) == 0 {
@@ -196,7 +200,7 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	r := &pl.record
 	env := steps.NewEnv(p.node, r, nil)
 	env.UUID = pl.deviceUUID
-	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients}
+	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients, Metadata: pl.metadata}
 	if pl.steps, err = p.disableModeSteps(work, env, pl); err != nil {
 		return err
 	}
@@ -264,9 +268,9 @@ func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *pla
 	return list, nil
 }
 
-// writeSpec writes the claim's CDI spec and fills in the MIG UUIDs of its record. All steps that
-// create partitions were applied before. If a file or device node in the spec does not exist,
-// writeSpec returns an error instead.
+// writeSpec writes the claim's CDI spec and metadata, and fills in the MIG UUIDs of its record. All
+// steps that create partitions were applied before. If a file or device node in the spec does not
+// exist, writeSpec returns an error instead.
 func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) error {
 	pl.spec.Devices = nil
 	for i, req := range pl.requests {
@@ -302,6 +306,9 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 			return cause.Errorf(cause.Step, "files that clients of MPS daemon %s need are missing on this node: %w", c.Daemon, err)
 		}
 	}
+	if err := p.describeDevices(pl); err != nil {
+		return err
+	}
 	return steps.ApplyAll(ctx, env, []steps.Step{pl.spec})
 }
 
@@ -319,13 +326,19 @@ func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
 }
 
 // kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the
-// node-wide one and the claim's own.
+// node-wide one and the claim's own. The first device of each request also has the CDI device with
+// the request's metadata.
 func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
 	answer := make([]kubeletplugin.Device, len(pl.record.Devices))
+	described := map[string]bool{}
 	for i, d := range pl.record.Devices {
 		answer[i] = kubeletplugin.Device{
 			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
 			CDIDeviceIDs: []string{cdi.BaseID, cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
+		}
+		if pl.spec.Metadata != nil && !described[d.Request] {
+			described[d.Request] = true
+			answer[i].CDIDeviceIDs = append(answer[i].CDIDeviceIDs, cdi.ClaimDeviceID(pl.record.ClaimUID, metadataDevice(d.Request), nil))
 		}
 	}
 	return answer

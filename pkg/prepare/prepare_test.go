@@ -23,6 +23,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -76,7 +77,7 @@ func TestPrepareWithRealCDISpecs(t *testing.T) {
 	dir := t.TempDir()
 	store := cdi.NewStore(dir)
 	p := w.plugin(t)
-	p.with(func(n *steps.Node) { n.Specs = store })
+	p.with(func(n *steps.Node) { n.Specs = metadata.WithSpecs{Store: store, Files: metadata.NewFiles(t.TempDir())} })
 	p.OnVerify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
 	mustPrepare(t, p, newClaim("c", allocated("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
 	file := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-c.json")

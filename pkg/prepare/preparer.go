@@ -13,6 +13,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -36,6 +37,8 @@ type Edits interface {
 	MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Monitor returns the edits with which a container with admin access sees all MIG instances.
 	Monitor() specs.ContainerEdits
+	// Metadata returns the edits that show a container the metadata file of the claim's request.
+	Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	// MPSClient returns the edits that make a container a client of the MPS daemon with this ID.
 	MPSClient(daemon string) specs.ContainerEdits
 	// MemoryLimit returns the edits that limit a whole container to mebibytes MiB of the GPU's memory.
@@ -92,6 +95,9 @@ type Options struct {
 	// MPSDisabled means that the administrator switched MPS off. Prepare refuses claims that need MPS.
 	// Claims that were prepared with MPS before can still be unprepared.
 	MPSDisabled bool
+	// Metadata makes Prepare describe the claim's devices to its containers. If it is false, claims
+	// that were prepared with it keep their files.
+	Metadata bool
 	// ConflictWait is how long Prepare waits for a device that another claim uses. Zero means that
 	// Prepare does not wait.
 	ConflictWait time.Duration

@@ -126,7 +126,11 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 	if len(specs) != 1 {
 		return false, nil
 	}
-	pl.spec, pl.steps = specs[0], slices.DeleteFunc(list, func(s steps.Step) bool {
+	pl.spec = specs[0]
+	if pl.metadata != nil {
+		pl.spec.Metadata = pl.metadata
+	}
+	pl.steps = slices.DeleteFunc(list, func(s steps.Step) bool {
 		return s == steps.Step(specs[0]) || !s.Lasting()
 	})
 	creators := map[string]steps.Creator{}

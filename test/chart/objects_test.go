@@ -319,6 +319,18 @@ func TestDisabledClaimStatusNeedsNoRight(t *testing.T) {
 	only[*admissionregistrationv1.ValidatingAdmissionPolicy](t, objects, plugin) // The policy for ResourceSlices must stay.
 }
 
+func TestDeviceMetadataIsOnUnlessSwitchedOff(t *testing.T) {
+	for value, want := range map[string]string{"": "deviceMetadata: true", "deviceMetadata.enabled=false": "deviceMetadata: false"} {
+		arguments := []string{}
+		if value != "" {
+			arguments = append(arguments, "--set", value)
+		}
+		if _, text := render(t, arguments...); !strings.Contains(text, want) {
+			t.Errorf("with %q the chart does not render %q", value, want)
+		}
+	}
+}
+
 func TestUninstallHook(t *testing.T) {
 	objects, _ := render(t)
 	t.Run("gets its rights first, and leaves only a failed Job", func(t *testing.T) {

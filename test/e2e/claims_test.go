@@ -41,6 +41,9 @@ func TestClaims(t *testing.T) {
 			device 0000:66:00.0 0x10de 0x068000`}},
 	}
 	probe := buildProgram(t, "probe")
+	if b, err := built(); err == nil { // otherwise simulator has ended the test
+		addMetadataReader(t, b.root, probe)
+	}
 	for i := range nodes {
 		nodes[i].Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
 	}
@@ -64,6 +67,7 @@ func TestClaims(t *testing.T) {
 			"the Pods of a PodGroup share its claim":                  w.testPodGroup,
 			"only root can change sockets, records and specs":         w.testSocketsAndStateAreRoots,
 			"a claim has devices of another driver too":               w.testOtherDriver,
+			"a container reads what devices it has":                   w.testMetadata,
 		} {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()

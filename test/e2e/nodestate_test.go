@@ -43,13 +43,14 @@ func (w *world) hostDir(t *testing.T, node, path string) string {
 }
 
 // leftovers is a script that lists what claims have left on a node: checkpoint records, CDI specs,
-// locks that are held, temporary files, sockets of ended plugins. It ignores files that exist once
-// per GPU, and the file of all locks.
+// metadata, locks that are held, temporary files, sockets of ended plugins. It ignores files that
+// exist once per GPU, and the file of all locks.
 const leftovers = `
 find "$1/state" "$2" -type f ! -path "$1/state/claims.lock" \
     ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
 lock=$1/state/claims.lock
 [ ! -e "$lock" ] || ! grep "OFDLCK.*:$(stat -c %i "$lock") " /proc/locks || echo "a lock in $lock is held"
+ls -d "$1"/metadata/* 2>/dev/null
 find "$1" "$3" \( -name "dra*.sock" -o -name "gpu.nvidia.com-*reg.sock" \) ! -name "*$4*"
 ls "$1"/publisher.request* 2>/dev/null
 [ -e "$2/k8s.gpu.nvidia.com-base.json" ] || echo "the base spec is missing"

@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -69,7 +70,8 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 	p.Transaction = preparetest.New(prepare.Options{
 		Pool: Pool, Locks: locks, Claims: &preparetest.Claims{OnRead: reread},
 		Node: steps.Node{
-			BootID: strings.TrimSpace(string(bootID)), Now: time.Now, Records: records, Specs: p.Specs, Hardware: p, Partitions: p.Worker,
+			BootID: strings.TrimSpace(string(bootID)), Now: time.Now, Records: records, Hardware: p, Partitions: p.Worker,
+			Specs: metadata.WithSpecs{Store: p.Specs, Files: metadata.NewFiles(cfg.MetadataDir())},
 		},
 		Edits: &preparetest.Edits{
 			OnMIG: scan.CapabilityEdits(n.Paths()),

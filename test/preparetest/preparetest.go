@@ -11,6 +11,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
@@ -104,6 +105,7 @@ type Edits struct {
 	OnVerify      func(specs.ContainerEdits) error
 	OnMIG         func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	OnMonitor     func() specs.ContainerEdits
+	OnMetadata    func(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	OnMPSClient   func(daemon string) specs.ContainerEdits
 	OnMemoryLimit func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
 }
@@ -127,6 +129,14 @@ func (e *Edits) Monitor() (none specs.ContainerEdits) {
 		return none
 	}
 	return e.OnMonitor()
+}
+
+// Metadata implements [prepare.Edits].
+func (e *Edits) Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error) {
+	if e.OnMetadata == nil {
+		return metadata.Edits("/metadata", c, request)
+	}
+	return e.OnMetadata(c, request)
 }
 
 // MPSClient implements [prepare.Edits].

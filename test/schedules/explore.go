@@ -80,7 +80,9 @@ func (n *node) clone() *node {
 	return &c
 }
 
-func (s *inMemory) clone() *inMemory { return &inMemory{maps.Clone(s.claims), s.based} }
+func (s *inMemory) clone() *inMemory {
+	return &inMemory{maps.Clone(s.claims), maps.Clone(s.metadata), s.based}
+}
 
 // hash returns a digest of the state. Two states have the same digest if the plugin would behave
 // the same in both.
@@ -99,10 +101,11 @@ func (m *savedState) hash() ([32]byte, error) {
 		Daemons         any
 		Snapshot        any
 		Specs           map[types.UID][]specs.Device
+		Metadata        any
 		Based           bool
 		Claims          []string
 		Boots           int
-	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.based, nil, m.node.boots}
+	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.metadata, m.specs.based, nil, m.node.boots}
 	for _, g := range m.node.gpus {
 		state.Cards = append(state.Cards, card{
 			g.Enabled, g.Instances, g.ComputeMode, g.TimeSlice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed,
@@ -118,7 +121,7 @@ func (m *savedState) hash() ([32]byte, error) {
 func (e *explorer) start() *savedState {
 	n := newNode(len(e.templates[0].results([]string{"a", "b"})))
 	gpus := []string{n.gpus[0].name(), n.gpus[len(n.gpus)-1].name()}
-	m := &savedState{node: n, specs: &inMemory{claims: map[types.UID][]specs.Device{}}, how: "the start"}
+	m := &savedState{node: n, specs: newInMemory(), how: "the start"}
 	for i, t := range e.templates {
 		c := claim{name: fmt.Sprintf("c%d", i), uid: types.UID(fmt.Sprintf("uid-c%d", i)), phase: idle}
 		c.uids = []types.UID{c.uid}

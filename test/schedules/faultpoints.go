@@ -33,25 +33,26 @@ const (
 )
 
 const (
-	baseWrite   faultPoint = "base spec: write"
-	specWrite   faultPoint = "claim spec: write"
-	specRemove  faultPoint = "claim spec: remove"
-	specList    faultPoint = "claim specs: list"
-	queryGPU    faultPoint = "GPU: query"
-	modeOn      faultPoint = "GPU: MIG mode on"
-	modeOff     faultPoint = "GPU: MIG mode off"
-	createGI    faultPoint = "GPU: create GPU instance"
-	createCI    faultPoint = "GPU: create compute instance"
-	destroyCI   faultPoint = "GPU: destroy compute instance"
-	destroyGI   faultPoint = "GPU: destroy GPU instance"
-	computeMode faultPoint = "GPU: set compute mode"
-	readSlice   faultPoint = "GPU: read time slice"
-	setSlice    faultPoint = "GPU: set time slice"
-	startDaemon faultPoint = "MPS: start daemon"
-	stopDaemon  faultPoint = "MPS: stop daemon"
-	listDaemons faultPoint = "MPS: list daemons"
-	readClaim   faultPoint = "API server: read claim"
-	foundGone   faultPoint = "claim: found orphaned"
+	baseWrite     faultPoint = "base spec: write"
+	specWrite     faultPoint = "claim spec: write"
+	specRemove    faultPoint = "claim spec: remove"
+	metadataWrite faultPoint = "claim metadata: write"
+	specList      faultPoint = "claim specs: list"
+	queryGPU      faultPoint = "GPU: query"
+	modeOn        faultPoint = "GPU: MIG mode on"
+	modeOff       faultPoint = "GPU: MIG mode off"
+	createGI      faultPoint = "GPU: create GPU instance"
+	createCI      faultPoint = "GPU: create compute instance"
+	destroyCI     faultPoint = "GPU: destroy compute instance"
+	destroyGI     faultPoint = "GPU: destroy GPU instance"
+	computeMode   faultPoint = "GPU: set compute mode"
+	readSlice     faultPoint = "GPU: read time slice"
+	setSlice      faultPoint = "GPU: set time slice"
+	startDaemon   faultPoint = "MPS: start daemon"
+	stopDaemon    faultPoint = "MPS: stop daemon"
+	listDaemons   faultPoint = "MPS: list daemons"
+	readClaim     faultPoint = "API server: read claim"
+	foundGone     faultPoint = "claim: found orphaned"
 )
 
 // classes lists all fault points with their classes, in the order of the coverage table.
@@ -67,7 +68,7 @@ var classes = []struct {
 	{"mark: read", reading}, {"mark: create", creating}, {"mark: rename", naming}, {"mark: sync", syncing},
 	{"mark: remove", naming}, {"mark: remove unfinished", naming},
 	{"quarantine: sync", syncing},
-	{baseWrite, specifying}, {specWrite, specifying}, {specRemove, unspecifying}, {specList, specListing},
+	{baseWrite, specifying}, {specWrite, specifying}, {metadataWrite, specifying}, {specRemove, unspecifying}, {specList, specListing},
 	{queryGPU, querying}, {modeOn, changing}, {modeOff, changing},
 	{createGI, changing}, {createCI, changing}, {destroyCI, changing}, {destroyGI, changing},
 	{computeMode, changing}, {readSlice, querying}, {setSlice, changing},

@@ -128,8 +128,14 @@ func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []spec
 	}
 	admin := ptr.Deref(r.AdminAccess, false)
 	uuid, err := w.checkEdits(g, name, r.Device, admin, spec[i].ContainerEdits)
-	if err != nil || admin {
+	if err != nil {
 		return err
+	}
+	if described := w.specs.described(c.UID)[r.Device]; described != uuid {
+		return fmt.Errorf("device %s is %s, and the claim's metadata says %q", r.Device, uuid, described)
+	}
+	if admin {
+		return nil
 	}
 	want := sharingOf(c)
 	switch {

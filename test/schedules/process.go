@@ -25,6 +25,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
@@ -79,7 +80,7 @@ func (p *process) open() error {
 		return err
 	}
 	p.Transaction = preparetest.New(prepare.Options{
-		Pool: pool, Locks: locks,
+		Pool: pool, Locks: locks, Metadata: true,
 		Node: steps.Node{
 			BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clockOffset) }, Records: records,
 			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: p.partitions(), MPS: supervisor{p},
@@ -235,6 +236,10 @@ func (s specStore) WriteBase(edits specs.ContainerEdits) error {
 func (s specStore) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return s.p.do(s.p.ctx, specWrite, func() error { return s.Specs.WriteClaim(uid, devices) },
 		func() { s.p.world.specs.partial(uid) })
+}
+
+func (s specStore) WriteMetadata(c metadata.Claim, r metadata.Request) error {
+	return s.p.do(s.p.ctx, metadataWrite, func() error { return s.Specs.WriteMetadata(c, r) }, func() {})
 }
 
 func (s specStore) RemoveClaim(uid types.UID) error {

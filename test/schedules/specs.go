@@ -1,6 +1,7 @@
 package schedules
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"io/fs"
@@ -10,9 +11,13 @@ import (
 	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
+	upstream "k8s.io/dynamic-resource-allocation/api/metadata"
+	"k8s.io/dynamic-resource-allocation/devicemetadata"
+	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -25,6 +30,9 @@ type cdiDir interface {
 	// of returns the devices in the CDI spec of the claim with this UID, or nil if the claim has no
 	// spec.
 	of(uid types.UID) ([]specs.Device, error)
+	// described returns the UUIDs of the claim's devices that the claim's metadata files name, by
+	// device.
+	described(uid types.UID) map[string]string
 	hasBase() bool
 	// files lists all files except the base spec.
 	files() []string
@@ -34,8 +42,9 @@ type cdiDir interface {
 	clear() error
 }
 
-// realSpecs uses the plugin's own spec store in a real directory.
-type realSpecs struct{ dir string }
+// realSpecs uses the plugin's own spec store in a real directory, and its own metadata files in
+// another one.
+type realSpecs struct{ dir, metadata string }
 
 var (
 	_ cdiDir = realSpecs{}
@@ -46,7 +55,9 @@ func (s realSpecs) path(uid types.UID) string {
 	return filepath.Join(s.dir, cdi.Vendor+"-claim_"+string(uid)+".json")
 }
 
-func (s realSpecs) open() steps.Specs { return cdi.NewStore(s.dir) }
+func (s realSpecs) open() steps.Specs {
+	return metadata.WithSpecs{Store: cdi.NewStore(s.dir), Files: metadata.NewFiles(s.metadata)}
+}
 
 func (s realSpecs) partial(uid types.UID) {
 	path := s.path(uid)
@@ -65,6 +76,35 @@ func (s realSpecs) of(uid types.UID) ([]specs.Device, error) {
 	return spec.Devices, err
 }
 
+func (s realSpecs) described(uid types.UID) map[string]string {
+	files, _ := filepath.Glob(filepath.Join(s.metadata, string(uid), "*.json"))
+	var requests []metadata.Request
+	for _, name := range files {
+		var m upstream.DeviceMetadata
+		raw, err := os.ReadFile(name)
+		if err == nil {
+			err = devicemetadata.DecodeMetadataFromStream(json.NewDecoder(bytes.NewReader(raw)), &m)
+		}
+		if err != nil {
+			return map[string]string{}
+		}
+		for _, r := range m.Requests {
+			requests = append(requests, metadata.Request{Name: r.Name, Devices: r.Devices})
+		}
+	}
+	return uuidsIn(requests)
+}
+
+func uuidsIn(requests []metadata.Request) map[string]string {
+	uuids := map[string]string{}
+	for _, r := range requests {
+		for _, d := range r.Devices {
+			uuids[d.Name] = ptr.Deref(d.Attributes["uuid"].StringValue, "")
+		}
+	}
+	return uuids
+}
+
 func (s realSpecs) base() string { return cdi.Vendor + "-base.json" }
 
 func (s realSpecs) hasBase() bool {
@@ -80,17 +120,24 @@ func (s realSpecs) files() []string {
 			names = append(names, e.Name())
 		}
 	}
-	return names
+	left, _ := filepath.Glob(filepath.Join(s.metadata, "*"))
+	return append(names, left...)
 }
 
 func (s realSpecs) remove(uid types.UID) { _ = os.Remove(s.path(uid)) }
 
 func (s realSpecs) clear() error { return errors.Join(os.RemoveAll(s.dir), os.Mkdir(s.dir, 0o700)) }
 
-// inMemory fakes the spec store. It keeps specs in memory, which is fast and easy to copy.
+// inMemory fakes the spec store. It keeps specs and metadata in memory, which is fast and easy to
+// copy.
 type inMemory struct {
-	claims map[types.UID][]specs.Device
-	based  bool
+	claims   map[types.UID][]specs.Device
+	metadata map[types.UID][]metadata.Request
+	based    bool
+}
+
+func newInMemory() *inMemory {
+	return &inMemory{claims: map[types.UID][]specs.Device{}, metadata: map[types.UID][]metadata.Request{}}
 }
 
 func (s *inMemory) open() steps.Specs { return s }
@@ -99,12 +146,17 @@ func (s *inMemory) partial(types.UID) {}
 
 func (s *inMemory) of(uid types.UID) ([]specs.Device, error) { return s.claims[uid], nil }
 
+func (s *inMemory) described(uid types.UID) map[string]string { return uuidsIn(s.metadata[uid]) }
+
 func (s *inMemory) hasBase() bool { return s.based }
 
 func (s *inMemory) files() []string {
 	var names []string
 	for uid := range s.claims {
 		names = append(names, string(uid))
+	}
+	for uid := range s.metadata {
+		names = append(names, "metadata of "+string(uid))
 	}
 	slices.Sort(names)
 	return names
@@ -130,13 +182,23 @@ func (s *inMemory) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return nil
 }
 
-// RemoveClaim removes a claim's spec.
-func (s *inMemory) RemoveClaim(uid types.UID) error {
-	delete(s.claims, uid)
+// WriteMetadata stores what the file of a request says.
+func (s *inMemory) WriteMetadata(c metadata.Claim, r metadata.Request) error {
+	others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
+	s.metadata[c.UID] = append(others, r)
 	return nil
 }
 
-// Claims lists the UIDs of the claims that have a spec.
+// RemoveClaim removes a claim's spec and metadata.
+func (s *inMemory) RemoveClaim(uid types.UID) error {
+	delete(s.claims, uid)
+	delete(s.metadata, uid)
+	return nil
+}
+
+// Claims lists the UIDs of the claims that have a spec or metadata.
 func (s *inMemory) Claims() ([]types.UID, error) {
-	return slices.Sorted(maps.Keys(s.claims)), nil
+	all := slices.AppendSeq(slices.Collect(maps.Keys(s.claims)), maps.Keys(s.metadata))
+	slices.Sort(all)
+	return slices.Compact(all), nil
 }

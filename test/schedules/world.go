@@ -82,7 +82,7 @@ func (w *world) violates(format string, args ...any) {
 // locks.
 func newWorld(dir string, cards int) (*world, error) {
 	w := &world{
-		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi")},
+		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi"), filepath.Join(dir, "metadata")},
 		lockFile: filepath.Join(dir, "claims.lock"), blocked: newBlockedCalls(),
 	}
 	return w, w.specs.clear()

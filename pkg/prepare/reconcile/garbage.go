@@ -139,7 +139,7 @@ func (rec *Reconciler) removeTraces(ctx context.Context, uid types.UID) error {
 	if err := rec.node.Specs.RemoveClaim(uid); err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
-	rec.report(ctx, "leftover-spec", "Removed CDI spec without a claim record", string(uid))
+	rec.report(ctx, "leftover-spec", "Removed CDI spec and metadata without a claim record", string(uid))
 	return nil
 }
 

@@ -4,17 +4,32 @@ import (
 	"context"
 
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 )
 
 const ClaimSpecKind = "claim-spec"
 
-// ClaimSpec is the step that writes the claim's CDI spec. The record contains the CDI edits, so
-// that the driver can write a lost spec again without reading the hardware.
+// ClaimSpec is the step that writes the claim's CDI spec, and the metadata files that the spec
+// mounts. The record contains the CDI edits, so that the driver can write a lost spec again without
+// reading the hardware.
 type ClaimSpec struct {
 	Devices []SpecDevice `json:"devices"`
 	// Clients lists the devices that are shared through MPS, each with the MPS daemon to which its
 	// containers connect.
 	Clients []MPSClient `json:"clients,omitempty"`
+	// Metadata describes the devices to the claim's containers. It is nil for a claim that was
+	// prepared without it.
+	Metadata *Metadata `json:"metadata,omitempty"`
+}
+
+// Metadata has what the metadata files of a claim say.
+type Metadata struct {
+	// PodClaimName is that of [metadata.Claim].
+	PodClaimName string `json:"podClaimName,omitempty"`
+	// Requests are not recorded. They are nil in a step from a record, which then leaves the files as
+	// they are.
+	Requests []metadata.Request `json:"-"`
 }
 
 // SpecDevice is a device in a claim's CDI spec.
@@ -34,6 +49,14 @@ func (*ClaimSpec) NeedsHardware() bool { return false }
 func (s *ClaimSpec) Kind() string { return ClaimSpecKind }
 
 func (s *ClaimSpec) Apply(_ context.Context, env *Env) error {
+	if s.Metadata != nil {
+		c := metadata.Claim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name, PodClaimName: s.Metadata.PodClaimName}
+		for _, r := range s.Metadata.Requests {
+			if err := env.Specs.WriteMetadata(c, r); err != nil {
+				return err
+			}
+		}
+	}
 	devices := make([]specs.Device, len(s.Devices))
 	for i, d := range s.Devices {
 		devices[i] = specs.Device{Name: d.Name, ContainerEdits: d.Edits}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
@@ -74,6 +75,8 @@ const daemonTime = 20 * time.Second
 type Specs interface {
 	WriteBase(edits specs.ContainerEdits) error
 	WriteClaim(uid types.UID, devices []specs.Device) error
+	// WriteMetadata writes the file that describes a request's devices to the claim's containers.
+	WriteMetadata(c metadata.Claim, r metadata.Request) error
 	RemoveClaim(uid types.UID) error
 	Claims() ([]types.UID, error)
 }

@@ -27,6 +27,7 @@ var mutants = []mutant{
 	{"an unfinished preparation is taken for a finished one", prepareDir, "(*Preparer).reprepare", dropOperand{"Prepared"}},
 	{"another allocation is taken for the same", prepareDir, "(*Preparer).reprepare", compareLengths{"sameDevice"}},
 	{"the record is removed though a step was not reverted", prepareDir, "(*Preparer).undo", ignore{call{to: "RevertAll"}}},
+	{"the claim's metadata is not written", stepsDir, "(*ClaimSpec).Apply", skip{call{to: "WriteMetadata"}}},
 	{"the CDI spec of an unprepared claim stays", stepsDir, "(*ClaimSpec).Revert", doNothing{}},
 	{"an instance whose creation was interrupted is not searched for", stepsDir, "(*MIGInstance).Revert", dropOperand{"Asked"}},
 	{"the instances before a creation are not recorded", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "RecordBefore"}}},

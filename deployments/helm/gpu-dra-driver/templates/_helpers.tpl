@@ -328,6 +328,7 @@ releaseLabels: {{ join "," .Values.releaseLabels | quote }}
 devicePluginConflict: {{ .Values.devicePluginConflict | quote }}
 requireValidation: {{ .Values.requireValidation }}
 claimStatus: {{ .Values.claimStatus.enabled }}
+deviceMetadata: {{ .Values.deviceMetadata.enabled }}
 httpAddress: ":{{ .Values.metrics.port }}"
 kubeApiQps: {{ .Values.kubeAPI.qps }}
 kubeApiBurst: {{ .Values.kubeAPI.burst }}
