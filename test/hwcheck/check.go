@@ -92,6 +92,7 @@ func (s *visit) show(title, language, text string) {
 }
 
 func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
+	s.showPassthrough()
 	specs := s.findDriver(ctx, places, empty)
 	if s.report.Driver == nil {
 		return

@@ -1,0 +1,30 @@
+package vfio
+
+import "fmt"
+
+// Refusal says why the GPU cannot be passed to a virtual machine, and what an admin can do. It is
+// "" if nothing in sysfs speaks against it.
+func (g Group) Refusal() string {
+	switch {
+	case g.GPU.Vendor != nvidiaVendor:
+		return fmt.Sprintf("its PCI vendor is %#04x, not NVIDIA", g.GPU.Vendor)
+	case g.Number < 0:
+		return "it has no IOMMU group: enable the IOMMU in the firmware and on the kernel's command line (intel_iommu=on)"
+	case g.NoIOMMU:
+		return "VFIO runs without an IOMMU here, so nothing would isolate the virtual machine: enable the IOMMU"
+	case g.IsVirtual:
+		return "it is a virtual function of another GPU"
+	case g.VirtualFunctions > 0:
+		return fmt.Sprintf("%d of its virtual functions are enabled: write 0 to its sriov_numvfs", g.VirtualFunctions)
+	case len(g.ResetMethods) == 0:
+		return "the kernel cannot reset it, so one virtual machine would leave its data to the next"
+	}
+	for _, c := range g.Companions {
+		// Functions of the GPU's own slot serve only it. Another card has users of its own.
+		if !sameSlot(string(c.Address), string(g.GPU.Address)) && c.Driver != "" && !c.Bound() {
+			return fmt.Sprintf("it shares IOMMU group %d with %s, which driver %s uses: put one of the cards into another slot, or unbind %s",
+				g.Number, c.Address, c.Driver, c.Address)
+		}
+	}
+	return ""
+}
