@@ -48,12 +48,16 @@ func TestKubeletRestartPause(t *testing.T) {
 	for pause, want := range map[time.Duration]string{0: "", time.Second: "1s", time.Minute: "1m0s"} {
 		var kubelet struct {
 			CrashLoopBackOff struct{ MaxContainerRestartPeriod string }
+			FeatureGates     map[string]bool
 		}
 		node := example
 		node.RestartPause = pause
 		decode(t, "/etc/kubernetes/kubelet.yaml", node, &kubelet)
 		if got := kubelet.CrashLoopBackOff.MaxContainerRestartPeriod; got != want {
 			t.Errorf("for a pause of %s the kubelet gets %q, want %q", pause, got, want)
+		}
+		if on := kubelet.FeatureGates["KubeletCrashLoopBackOffMax"]; on != (pause != 0) {
+			t.Errorf("for a pause of %s the kubelet's gate is on: %t", pause, on)
 		}
 	}
 }

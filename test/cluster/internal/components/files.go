@@ -3,6 +3,7 @@ package components
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"path"
 
 	"sigs.k8s.io/yaml"
@@ -63,6 +64,12 @@ func (n Node) kubeletConfiguration() ([]byte, error) {
 		"featureGates":                n.FeatureGates,
 	}
 	if n.RestartPause != 0 {
+		gates := maps.Clone(n.FeatureGates)
+		if gates == nil {
+			gates = map[string]bool{}
+		}
+		gates["KubeletCrashLoopBackOffMax"] = true // off by default before Kubernetes 1.35
+		configuration["featureGates"] = gates
 		configuration["crashLoopBackOff"] = object{"maxContainerRestartPeriod": n.RestartPause.String()}
 	}
 	content, err := yaml.Marshal(configuration)
