@@ -284,7 +284,7 @@ func (u tenant) worksHealth(found findings) string {
 	u.pod("held", fromTemplate("gpu", "held"))
 	u.running("held")
 	u.nvmlsim(u.t, h100, "xid", failsHeld, "79")
-	eventually(u.t, 60*time.Second, "the Pod's status says that its GPU is unhealthy", func() (bool, string) {
+	unhealthy := func() (bool, string) {
 		for _, c := range u.get("held").Status.ContainerStatuses {
 			for _, resource := range c.AllocatedResourcesStatus {
 				for _, r := range resource.Resources {
@@ -295,7 +295,16 @@ func (u tenant) worksHealth(found findings) string {
 			}
 		}
 		return false, fmt.Sprint(u.get("held").Status.ContainerStatuses)
-	})
+	}
+	if strings.HasPrefix(u.versions(u.t), "kubernetes-v1.34.") {
+		// pkg/kubelet/cm/dra/manager.go, UpdateAllocatedResourcesStatus
+		<-time.After(30 * time.Second)
+		if is, _ := unhealthy(); !is {
+			return "only if the ResourceClaim has the name that the Pod gives it"
+		}
+		return yes
+	}
+	eventually(u.t, 60*time.Second, "the Pod's status says that its GPU is unhealthy", unhealthy)
 	return yes
 }
 
