@@ -406,7 +406,8 @@ func (o *options) slicesCommand() *cobra.Command {
 	f.IntVar(&set.GPUs, "gpus", 0, "number of GPUs of a MODEL (default: as many as the model has)")
 	f.StringVar(&set.MIGPolicy, "mig-policy", "static", "the plugin's setting mig, for a MODEL: a policy or YAML")
 	f.StringVar(&set.Shares, "shares", "", "the plugin's setting shares, for a MODEL, in YAML")
-	_ = c.RegisterFlagCompletionFunc("for", cobra.FixedCompletions([]string{forKarpenter, forClusterAutoscaler}, cobra.ShellCompDirectiveNoFileComp))
+	forms := []string{forKarpenter, forClusterAutoscaler}
+	_ = c.RegisterFlagCompletionFunc("for", cobra.FixedCompletions(forms, cobra.ShellCompDirectiveNoFileComp))
 	return c
 }
 
@@ -421,7 +422,8 @@ func (o *options) template(c *cobra.Command, name string, set slices.Options) (s
 	}
 	for _, flag := range []string{"gpus", "mig-policy", "shares"} {
 		if c.Flags().Changed(flag) {
-			return slices.Template{}, fmt.Errorf("%s is no model, and --%s is for models. Models: %s", name, flag, strings.Join(slices.Known(), ", "))
+			return slices.Template{}, fmt.Errorf("%s is no model, and --%s is for models. Models: %s", name, flag,
+				strings.Join(slices.Known(), ", "))
 		}
 	}
 	s, err := o.read(c.Context())

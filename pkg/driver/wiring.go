@@ -196,7 +196,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		background: []func(context.Context) error{
 			endless(verdicts.Run), endless(healthReport.Run),
 			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
-			endless(policy.Watch), endless(policy.chooser.WatchFile), endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }), endless(node.Run), endless(host.Run),
+			endless(policy.Watch), endless(policy.chooser.WatchFile), endless(node.Run), endless(host.Run),
+			endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }),
 			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
 			endless(func(ctx context.Context) { specs.Watch(ctx, reconciling.RepairSpecs, reconciling.ReportRepairedSpecs) }),

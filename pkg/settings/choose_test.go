@@ -51,7 +51,7 @@ func TestLabelsChooseConfiguration(t *testing.T) {
 		"two selectors":                {alone, map[string]string{"pool": "notebooks", "zone": "a"}, "", "both, notebooks"},
 		"two selectors and a label":    {alone, map[string]string{"pool": "notebooks", "zone": "a", Label: "both"}, "both", Label},
 		"an unknown name": {
-			alone, map[string]string{Label: "trainig"}, "", `"trainig", which does not exist: want one of default, both, notebooks`,
+			alone, map[string]string{Label: "unknown"}, "", `"unknown", which does not exist: want one of default, both, notebooks`,
 		},
 		"the device plugin's label": {alone, map[string]string{DevicePluginLabel: "training"}, Default, "no label"},
 		"that label, if asked":      {too, map[string]string{DevicePluginLabel: "training"}, "training", DevicePluginLabel},

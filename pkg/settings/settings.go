@@ -70,7 +70,7 @@ func (d Document) Of(name string) Values { return d.Configurations[name].over(d.
 func (d Document) Validate() error { return d.validate().ToAggregate() }
 
 func (d Document) validate() field.ErrorList {
-	_, all := d.Values.compile(nil)
+	_, all := d.compile(nil)
 	at := field.NewPath("configurations")
 	for _, name := range slices.Sorted(maps.Keys(d.Configurations)) {
 		if name == "" || name == Default || len(validation.IsValidLabelValue(name)) > 0 {

@@ -168,7 +168,8 @@ func readFunction(sysfs string, address device.PCIAddress) (Function, error) {
 			return f, fmt.Errorf("read %s of PCI function %s: %w", name, address, err)
 		}
 	}
-	f.Class, f.Vendor, f.Device = uint16(numbers[0]>>8), uint16(numbers[1]), uint16(numbers[2]) //nolint:gosec // sysfs has at most 24 bits of class and 16 of the others
+	//nolint:gosec // sysfs has at most 24 bits of class and 16 of the others
+	f.Class, f.Vendor, f.Device = uint16(numbers[0]>>8), uint16(numbers[1]), uint16(numbers[2])
 	driver, err := os.Readlink(filepath.Join(dir, "driver"))
 	if err == nil {
 		f.Driver = filepath.Base(driver)

@@ -19,7 +19,7 @@ const plainModule = "vfio_pci"
 func Module(modulesAlias io.Reader, f Function) (string, error) {
 	alias, ok := strings.CutPrefix(f.ModAlias, "pci:")
 	if !ok {
-		return "", fmt.Errorf("PCI function %s has alias %q, which does not begin with pci:", f.Address, f.ModAlias)
+		return "", fmt.Errorf("PCI function %s has alias %q, which does not begin with \"pci:\"", f.Address, f.ModAlias)
 	}
 	module, least := plainModule, -1
 	lines := bufio.NewScanner(modulesAlias)

@@ -141,7 +141,8 @@ func (d demonstration) checkClient() {
 		cmd.Env = append(os.Environ(), "KUBECONFIG="+c.Kubeconfig())
 		out, err := cmd.CombinedOutput()
 		var exit *exec.ExitError
-		if err != nil && !(errors.As(err, &exit) && exit.ExitCode() == 3 && args[0] == "doctor") {
+		findings := args[0] == "doctor" && errors.As(err, &exit) && exit.ExitCode() == 3
+		if err != nil && !findings {
 			d.Errorf("kubectl gpu %v: %v\n%s", args, err, out)
 		}
 		d.Logf("$ kubectl gpu %s\n%s", strings.Join(args, " "), out)

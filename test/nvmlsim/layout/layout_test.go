@@ -302,7 +302,7 @@ func TestReloadChangesVersionAndKeepsState(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer directory.Close()
+	defer func() { _ = directory.Close() }()
 	change(t, c, func(f *state.File) error { return c.DriverReload(f, "590.48.01", "13.1", false) })
 	old, _ := directory.Stat()
 	if loaded, err := os.Stat(directory.Name()); err != nil || os.SameFile(old, loaded) {

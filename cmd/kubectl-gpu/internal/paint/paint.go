@@ -20,11 +20,17 @@ func Out(f *os.File) io.Writer {
 	return terminal{f}
 }
 
-// Bad, Careful, Good and Strong return the text as the writer shows it.
-func Bad(w io.Writer, text string) string     { return in(w, "31", text) }
+// Bad returns the text in red, if the writer shows colours.
+func Bad(w io.Writer, text string) string { return in(w, "31", text) }
+
+// Careful returns the text in yellow, if the writer shows colours.
 func Careful(w io.Writer, text string) string { return in(w, "33", text) }
-func Good(w io.Writer, text string) string    { return in(w, "32", text) }
-func Strong(w io.Writer, text string) string  { return in(w, "1", text) }
+
+// Good returns the text in green, if the writer shows colours.
+func Good(w io.Writer, text string) string { return in(w, "32", text) }
+
+// Strong returns the text in bold, if the writer shows colours.
+func Strong(w io.Writer, text string) string { return in(w, "1", text) }
 
 func in(w io.Writer, code, text string) string {
 	if _, colours := w.(terminal); !colours || text == "" {

@@ -121,7 +121,11 @@ func TestKnownModels(t *testing.T) {
 			t.Errorf("%s: %v. If that is intended, run this test with -update.\n%s", file, err, d)
 			continue
 		}
-		variants := []Options{{MIGPolicy: "static"}, {MIGPolicy: "static", Shares: "[{kind: fractions}]"}, {MIGPolicy: "static", Shares: "[{kind: shares, count: 4}]"}}
+		variants := []Options{
+			{MIGPolicy: "static"},
+			{MIGPolicy: "static", Shares: "[{kind: fractions}]"},
+			{MIGPolicy: "static", Shares: "[{kind: shares, count: 4}]"},
+		}
 		if m.MIG.Supported.Value {
 			variants = append(variants, Options{MIGPolicy: "dynamic"}, Options{MIGPolicy: "dynamic", Shares: "[{kind: shares, count: 2}]"})
 		}
