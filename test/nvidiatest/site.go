@@ -49,6 +49,7 @@ func NewSite(t *testing.T, node string, kind layout.Kind, libdir string) Site {
 	// Opening the GPUs of the node "awkward" would take each process half a minute, so reduce it.
 	// Tests in attach_test.go set their own time.
 	described.AttachCost.Duration = min(described.AttachCost.Duration, 10*time.Millisecond)
+	described.Passthrough = false // a sysfs of plain files: no server of package sysfs runs here
 	return NewSiteOf(t, described, kind, libdir)
 }
 
