@@ -443,6 +443,9 @@ func TestSchemaRefusesInvalidValues(t *testing.T) {
 		"an API server without port":    {`networkPolicy.apiServer[0].cidr=10.0.0.1/32`, "port"},
 		"an update strategy of MPS":     {"mps.updateStrategy.type=RollingUpdate", "updateStrategy"},
 		"too little shared memory":      {"mps.sharedMemoryMiB=63", "sharedMemoryMiB"},
+		"nodes by another way":          {"nodes=all", "nodes"},
+		"a common label of helm's":      {`commonLabels.helm\.sh/chart=x`, "helm.sh/chart"},
+		"a class's config without kind": {"deviceClasses.gpu.config.apiVersion=resource.nvidia.com/v1beta1", "config"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(t, "--set", c.set)

@@ -144,6 +144,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "gpu-dra-driver.serviceAccountName" -}}
@@ -172,6 +175,31 @@ grant rights.
 {{/* The user's selector, which it takes, plus Linux: the image is for Linux. */}}
 {{- define "gpu-dra-driver.nodeSelector" -}}
 {{- merge (dict "kubernetes.io/os" "linux") (default dict .) | toYaml -}}
+{{- end -}}
+
+{{/*
+The affinity of both DaemonSets: the user's, and with nodes=labelled also one of the labels that say
+that a node has an NVIDIA GPU. They are from the GPU Operator, its Node Feature Discovery, and Node
+Feature Discovery's default configuration (PCI class 0302 or 0300, vendor 10de).
+*/}}
+{{- define "gpu-dra-driver.affinity" -}}
+{{- $affinity := deepCopy (default dict .Values.affinity) -}}
+{{- if eq .Values.nodes "labelled" -}}
+{{- $node := $affinity.nodeAffinity | default dict -}}
+{{- if hasKey $node "requiredDuringSchedulingIgnoredDuringExecution" -}}
+{{- $problem := "nodes: labelled makes the required node affinity, and affinity.nodeAffinity has one too." -}}
+{{- fail (print $problem " Leave one of them out. A nodeSelector may be combined with nodes=labelled") -}}
+{{- end -}}
+{{- $terms := list -}}
+{{- range list "nvidia.com/gpu.present" "feature.node.kubernetes.io/pci-10de.present"
+    "feature.node.kubernetes.io/pci-0302_10de.present" "feature.node.kubernetes.io/pci-0300_10de.present" -}}
+{{- $is := dict "key" . "operator" "In" "values" (list "true") -}}
+{{- $terms = append $terms (dict "matchExpressions" (list $is)) -}}
+{{- end -}}
+{{- $required := dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) -}}
+{{- $_ := set $affinity "nodeAffinity" (merge $required $node) -}}
+{{- end -}}
+{{- with $affinity }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
 {{- define "gpu-dra-driver.image" -}}
@@ -229,12 +257,14 @@ of the directory itself would keep showing the removed one.
 
 {{/*
 A DeviceClass. Takes a list: the chart's root, the class's name, a CEL expression added to the
-driver's name, an extended resource or "", the value that makes the class, and what to do while
-another release owns the class. helm would refuse that too, with an unclear message about metadata.
-A class without a release is left to helm and its --take-ownership.
+driver's name, an extended resource or "", the value that makes the class, what to do while another
+release owns the class, and the class's other values. helm would refuse a class of another release
+too, with an unclear message about metadata. A class without a release is left to helm and its
+--take-ownership.
 */}}
 {{- define "gpu-dra-driver.deviceClass" -}}
-{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $expression := index . 2 }}{{ $resource := index . 3 }}
+{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $expression := index . 2 }}{{ $resource := index . 3 -}}
+{{- $values := index . 6 }}
 {{- $owner := lookup "resource.k8s.io/v1" "DeviceClass" "" $name | default dict | dig "metadata" "annotations" dict }}
 {{- $release := get $owner "meta.helm.sh/release-name" }}
 {{- $namespace := get $owner "meta.helm.sh/release-namespace" }}
@@ -247,10 +277,28 @@ metadata:
   name: {{ $name }}
   labels:
     {{- include "gpu-dra-driver.labels" $root | nindent 4 }}
+    {{- with $values.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $values.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   selectors:
     - cel:
         expression: device.driver == 'gpu.nvidia.com' && {{ $expression }}
+    {{- range $values.selectors }}
+    - cel:
+        expression: {{ . | quote }}
+    {{- end }}
+  {{- with $values.config }}
+  config:
+    - opaque:
+        driver: gpu.nvidia.com
+        parameters:
+          {{- toYaml . | nindent 10 }}
+  {{- end }}
   {{- with $resource }}
   extendedResourceName: {{ . }}
   {{- end }}
