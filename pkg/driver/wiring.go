@@ -128,9 +128,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)
 	totals := newShareTotals(node, set.Shares)
+	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
 		BootID: state.bootID, Now: time.Now, Records: state.records,
-		Specs: metadata.WithSpecs{Store: specs, Files: metadata.NewFiles(cfg.MetadataDir())}, Hardware: node, MPS: supervisor,
+		Specs: metadata.WithSpecs{Store: specs, Files: described}, Hardware: node, MPS: supervisor,
 	}, totals, calls, status, toAdmins))
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()
@@ -207,7 +208,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
 			Lock: instanceLock, Claims: claims, Use: access.Use, Snapshot: node.Snapshot, StopDaemons: supervisor.StopAll,
-			RemoveFiles: []func() error{specs.RemoveBase, cdiHook.Remove, mpsHook.Remove}, EventNow: recorder.EventNow,
+			RemoveFiles: []func() error{specs.RemoveBase, described.RemoveAll, cdiHook.Remove, mpsHook.Remove}, EventNow: recorder.EventNow,
 		}),
 	}, nil
 }

@@ -91,6 +91,14 @@ func (f *Files) Remove(uid types.UID) error {
 	return nil
 }
 
+// RemoveAll removes the files of all claims, and their directory.
+func (f *Files) RemoveAll() error {
+	if err := os.RemoveAll(f.root); err != nil {
+		return fmt.Errorf("remove all device metadata: %w", err)
+	}
+	return nil
+}
+
 // Claims lists the UIDs of the claims that have files.
 func (f *Files) Claims() ([]types.UID, error) {
 	entries, err := os.ReadDir(f.root)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -276,6 +277,17 @@ func TestSpecsAndFilesAreListedAndRemovedTogether(t *testing.T) {
 	}
 	if all, err := s.Claims(); err != nil || len(all) > 0 {
 		t.Errorf("left: %v, %v", all, err)
+	}
+}
+
+func TestRemoveAllLeavesNoDirectory(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "metadata")
+	f := NewFiles(root)
+	if err := errors.Join(f.RemoveAll(), f.Write(claim, request("gpu", "GPU-1")), f.RemoveAll()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(root); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the directory is left (%v)", err)
 	}
 }
 

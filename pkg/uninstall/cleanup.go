@@ -53,7 +53,7 @@ type Options struct {
 	Snapshot func() inventory.Snapshot
 	// StopDaemons stops the node's MPS daemons and removes their files.
 	StopDaemons func(ctx context.Context) error
-	// RemoveFiles remove the node-wide CDI spec and the hooks.
+	// RemoveFiles remove the node-wide CDI spec, the metadata of claims and the hooks.
 	RemoveFiles []func() error
 	// EventNow writes an Event on the Node.
 	EventNow func(ctx context.Context, client kubernetes.Interface, reason events.Reason, message string) error
