@@ -213,7 +213,7 @@ func TestDevicesAndAllocations(t *testing.T) {
 
 func TestSharesAddUp(t *testing.T) {
 	n := newNode(t, h100s(2)...)
-	n.shares = "fractions"
+	n.shares = "[{kind: fractions}]"
 	share := func(id, memory string) checkpoint.Device {
 		return checkpoint.Device{
 			Device: n.gpus[0].WholeName() + "-share", ShareID: ptr.To(types.UID(id)), Fraction: true,
