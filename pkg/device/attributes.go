@@ -64,6 +64,9 @@ func commonAttributes(g GPU, d Driver) attributes {
 // fractions says which kind of shares a shared device has. A partition that the inventory does not
 // have yet has [UUIDNotCreated].
 func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
+	if n.Passthrough {
+		return VFIO{gpu: g}.Device(d).Attributes
+	}
 	of, _, known := g.shareable(n)
 	if !known {
 		of = Partition{gpu: g, part: *n.Partition}

@@ -31,6 +31,8 @@ type GPU struct {
 	// ContainerLimits is true if the driver and the node can limit the GPU memory of a whole
 	// container, not only of each process. This is possible only while the card is not in MIG mode.
 	ContainerLimits bool `json:"containerLimits,omitempty"`
+	// Passthrough is nil if the GPU cannot be passed to a virtual machine, or if that is unknown.
+	Passthrough *Passthrough `json:"passthrough,omitempty"`
 	// MIG has the GPU's MIG mode, profiles and instances. It is nil for a card without MIG.
 	MIG *MIG `json:"mig,omitempty"`
 }

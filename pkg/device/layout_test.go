@@ -37,6 +37,7 @@ func instance(id, start uint32) Instance {
 
 const (
 	wholeName = "gpu-0000-1b-00-0"
+	vfioName  = wholeName + "-vfio"
 	twoName   = wholeName + "-mig-0-0"
 	firstName = wholeName + "-mig-19-0"
 	lastName  = wholeName + "-mig-19-1"

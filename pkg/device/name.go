@@ -48,6 +48,8 @@ type Name struct {
 	Partition *PartitionName
 	// Share is true for the device that several claims may use, each with a share.
 	Share bool
+	// Passthrough is true for the whole GPU bound to a VFIO driver, as virtual machines get it.
+	Passthrough bool
 }
 
 // PartitionName identifies a part of a GPU by its placement. So the name is the same before the GPU
@@ -62,7 +64,7 @@ type PartitionName struct {
 }
 
 var nameForm = regexp.MustCompile(`^(gpu-[0-9a-f]{4,8}-[0-9a-f]{2}-[0-9a-f]{2}-[0-7])` +
-	`(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?(-share)?$`)
+	`(?:(-vfio)|(?:-mig-([0-9]+)-([0-9]+)(?:-ci-([0-9]+))?)?(-share)?)$`)
 
 // ParseName parses a device name. The second result is false if s is not a device name of this
 // driver.
@@ -71,12 +73,12 @@ func ParseName(s string) (Name, bool) {
 	if m == nil || len(s) > validation.DNS1123LabelMaxLength {
 		return Name{}, false
 	}
-	n := Name{GPU: m[1], Share: m[5] != ""}
-	if m[2] == "" {
+	n := Name{GPU: m[1], Passthrough: m[2] != "", Share: m[6] != ""}
+	if m[3] == "" {
 		return n, true
 	}
 	var numbers [3]uint32
-	for i, digits := range m[2:5] {
+	for i, digits := range m[3:6] {
 		if digits == "" {
 			continue
 		}
@@ -87,7 +89,7 @@ func ParseName(s string) (Name, bool) {
 		numbers[i] = uint32(v)
 	}
 	n.Partition = &PartitionName{ProfileID: numbers[0], Start: numbers[1]}
-	if m[4] != "" {
+	if m[5] != "" {
 		n.Partition.Compute = &numbers[2]
 	}
 	if n.String() != s { // String never writes a number as 07
@@ -106,8 +108,11 @@ func (n Name) String() string {
 			s = fmt.Sprintf("%s-ci-%d", s, *p.Compute)
 		}
 	}
-	if n.Share {
+	switch {
+	case n.Share:
 		s += "-share"
+	case n.Passthrough:
+		s += "-vfio"
 	}
 	return s
 }
@@ -131,7 +136,10 @@ func (n Name) PCIAddress() PCIAddress {
 // Type returns the device's attribute "type".
 func (n Name) Type() string {
 	kind := "gpu"
-	if n.Partition != nil {
+	switch {
+	case n.Passthrough:
+		return "vfio"
+	case n.Partition != nil:
 		kind = "mig"
 	}
 	if n.Share {
@@ -140,9 +148,10 @@ func (n Name) Type() string {
 	return kind
 }
 
-// DeviceNames returns the names of all devices that the GPU may be offered as: the whole GPU, every
-// placement, and existing compute instances, each also as a share device. It includes share devices
-// that are not offered, because a claim may have a share that was offered earlier.
+// DeviceNames returns the names of all devices that the GPU may be offered as: for virtual machines,
+// the whole GPU, every placement, and existing compute instances, the latter three also as share
+// devices. It includes those that are not offered, because a claim may have one that was offered
+// earlier.
 func (g GPU) DeviceNames() []string {
 	var names []string
 	seen := map[string]bool{}
@@ -153,6 +162,9 @@ func (g GPU) DeviceNames() []string {
 			n.Share = true
 			names = append(names, s, n.String())
 		}
+	}
+	if g.Passthrough != nil {
+		names = append(names, Name{GPU: g.WholeName(), Passthrough: true}.String())
 	}
 	add(nil)
 	if g.MIG == nil {

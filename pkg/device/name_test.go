@@ -1,6 +1,7 @@
 package device
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -17,6 +18,7 @@ func TestNameRoundTrip(t *testing.T) {
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{}},
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 19, Start: 6}},
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 9, Start: 4, Compute: ptr.To(uint32(0))}},
+		{GPU: "gpu-0000-1b-00-0", Passthrough: true},
 		{GPU: "gpu-0000-1b-00-0", Share: true},
 		{GPU: "gpu-ffffffff-ff-1f-7", Share: true},
 		{GPU: "gpu-0000-1b-00-0", Partition: &PartitionName{ProfileID: 19, Start: 3}, Share: true},
@@ -25,7 +27,7 @@ func TestNameRoundTrip(t *testing.T) {
 	} {
 		s := n.String()
 		got, ok := ParseName(s)
-		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || (got.Partition == nil) != (n.Partition == nil) {
+		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || got.Passthrough != n.Passthrough || (got.Partition == nil) != (n.Partition == nil) {
 			t.Errorf("%s is parsed as %+v, %v", s, got, ok)
 		}
 		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start ||
@@ -43,6 +45,7 @@ func TestNameRoundTrip(t *testing.T) {
 		&part:                                  "gpu-0000-1b-00-0-mig-9-4-ci-1",
 		&share:                                 "gpu-0000-1b-00-0-mig-9-4-ci-1-share",
 		{GPU: "gpu-0000-1b-00-0", Share: true}: "gpu-0000-1b-00-0-share",
+		{GPU: "gpu-0000-1b-00-0", Passthrough: true}: "gpu-0000-1b-00-0-vfio",
 	} {
 		if s := n.String(); s != want {
 			t.Errorf("%s, want %s", s, want)
@@ -60,7 +63,14 @@ func TestDeviceNamesListsEveryPossibleDevice(t *testing.T) {
 	if diff := cmp.Diff([]string{wholeName, wholeName + "-share"}, g.DeviceNames()); diff != "" {
 		t.Error(diff)
 	}
+	g.Passthrough = &Passthrough{}
+	if !slices.Contains(g.DeviceNames(), vfioName) || !g.Has(Name{GPU: wholeName, Passthrough: true}) {
+		t.Errorf("a GPU for virtual machines has %v", g.DeviceNames())
+	}
 	g = small()
+	if g.Has(Name{GPU: wholeName, Passthrough: true}) {
+		t.Error("a GPU that cannot be passed to virtual machines has a device for them")
+	}
 	names := sets.New(g.DeviceNames()...)
 	if names.Len() != len(g.DeviceNames()) {
 		t.Errorf("a name occurs twice: %v", g.DeviceNames())
@@ -84,6 +94,7 @@ func TestParseNameRejectsForeignNames(t *testing.T) {
 		"gpu-0000-1b-00-0-mig-19-00", "gpu-0000-1b-00-0-mig-19-4294967296", "gpu-0000-1b-00-0-mig--1-0", "gpu-0000-1b-00-0-mig-19-0-ci",
 		"gpu-0000-1b-00-0-mig-19-0-ci-", "gpu-0000-1b-00-0-mig-19-0-ci-01", "gpu-0000-1b-00-0-ci-1", "gpu-0000-1b-00-0-mig-19-0-mig-19-0",
 		"gpu-0000-1b-00-0-shared", "gpu-0000-1b-00-0-share-share", "-share", "gpu-0000-1b-00-0-share-mig-19-0", "gpu-0000-1b-00-0-mig-19-share",
+		"gpu-0000-1b-00-0-vfio-share", "gpu-0000-1b-00-0-share-vfio", "gpu-0000-1b-00-0-mig-19-0-vfio", "gpu-0000-1b-00-0-vfio-mig-19-0",
 		// These names are too long for a DNS label or have a leading zero.
 		"gpu-0000-1b-00-0-mig-019-0-share", "gpu-ffffffff-ff-1f-7-mig-4294967295-4294967295-ci-4294967295-share",
 		"gpu-0000-1b-00-0-mig-" + strings.Repeat("9", 100) + "-0",
@@ -115,6 +126,11 @@ func TestConflict(t *testing.T) {
 		{"the whole GPU twice", wholeName, wholeName, g, true},
 		{"the whole GPU and a partition", wholeName, firstName, g, true},
 		{"two GPUs", wholeName, other, g, false},
+		{"a virtual machine's GPU twice", vfioName, vfioName, g, true},
+		{"a virtual machine's GPU and the whole GPU", vfioName, wholeName, g, true},
+		{"a virtual machine's GPU and a share", vfioName, wholeName + "-share", g, true},
+		{"a virtual machine's GPU and a partition", vfioName, firstName, g, true},
+		{"a virtual machine's GPU and another GPU", vfioName, other, g, false},
 		{"partitions of two GPUs at the same start", firstName, other + "-mig-19-0", g, false},
 		{"placements without overlap", firstName, lastName, g, false},
 		{"placements with overlap", lastName, twoName, g, true},

@@ -181,16 +181,20 @@ func (r ShareRules) Totals(g GPU, index int, n Name) map[string]resource.Quantit
 // profile is the name of the partition's MIG profile, or "" for the whole GPU. known is false for a
 // partition that the GPU neither has nor can have.
 func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
-	if n.Partition == nil {
+	switch {
+	case n.Passthrough:
+		return nil, "", false
+	case n.Partition == nil:
 		return Whole{gpu: g}, "", true
 	}
 	p, known := g.partition(*n.Partition, counterSetOf(g))
 	return p, p.profile, known
 }
 
-// Has reports whether n names the whole GPU, or a partition that the GPU has or can have, or a
+// Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU has or can have, or a
 // share device of these. The zero GPU has no devices.
 func (g GPU) Has(n Name) bool {
 	_, _, known := g.shareable(n)
+	known = known || n.Passthrough && g.Passthrough != nil
 	return known && n.GPU == g.WholeName()
 }
