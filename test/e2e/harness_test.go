@@ -18,6 +18,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -487,4 +488,14 @@ func needsRelease(t *testing.T, kubernetes string) {
 	if strings.HasPrefix(strings.TrimPrefix(kubernetes, "v"), "1.34") && slices.Contains(partitionSuites, suite) {
 		t.Skipf("SKIPPED: Kubernetes %s has no partitions and shares, which this suite uses", kubernetes)
 	}
+}
+
+// isBefore reports whether the cluster's Kubernetes is older than this version, like 1.37.
+func (w *world) isBefore(t *testing.T, than string) bool {
+	t.Helper()
+	info, err := w.Client.Discovery().ServerVersion()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return version.MustParseGeneric(info.GitVersion).LessThan(version.MustParseGeneric(than))
 }

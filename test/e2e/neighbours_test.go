@@ -299,12 +299,15 @@ func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
 	})
 }
 
-// testConfigurations chooses named configurations by a label of the Node, while a Pod holds a
-// partition. A wrong name changes nothing.
+// testConfigurations moves a node between pools with other partitions, shares and taint effects by
+// a label, while a Pod holds a partition. The other node stays as it is, and a wrong name changes
+// nothing.
 func (w *world) testConfigurations(u tenant) {
 	t := u.t
 	w.installDefault(t, "--set", "mig.policy=dynamic", "--set", "configurations.whole.mig.policy=static",
-		"--set", "configurations.few.mig.policy=dynamic", "--set", "configurations.few.mig.profiles={1g.10gb,3g.40gb}")
+		"--set", "configurations.few.mig.policy=dynamic", "--set", "configurations.few.mig.profiles={1g.10gb,3g.40gb}",
+		"--set-json", `configurations.whole.shares=[{"kind":"shares","count":4}]`,
+		"--set", "configurations.whole.health.effects.unhealthy=NoExecute")
 	u.pod("keeps", onNode(h100), fromTemplate("gpu", "small"))
 	u.running("keeps")
 	label := func(value string) {
@@ -322,6 +325,7 @@ func (w *world) testConfigurations(u tenant) {
 	changed := time.Now()
 	label("=whole")
 	w.offersShapes(t, h100, 7, 1)
+	w.offersShares(t, h100, 7)
 	took := time.Since(changed)
 	t.Logf("the label took effect after %s", took)
 	if took > 5*time.Second {
@@ -331,16 +335,43 @@ func (w *world) testConfigurations(u tenant) {
 	label("=hole")
 	w.nodeHears(t, h100, "ConfigurationIgnored", `"hole", which does not exist`)
 	w.offersShapes(t, h100, 7, 1)
+	w.offersShares(t, a100, 0)
 	u.running("keeps")
 	u.end("keeps")
+	w.nvmlsim(t, h100, "xid", lastGPU, "95")
+	w.becomes(t, wholeName(lastGPU), "gpu.nvidia.com/xid=95:NoExecute")
 	label("=few")
+	w.becomes(t, wholeName(lastGPU), "gpu.nvidia.com/xid=95:NoSchedule")
+	w.heals(t, lastGPU)
 	w.offersShapes(t, h100, 8, 8*twoProfiles)
+	w.offersShares(t, h100, 0)
 	label("-")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
 }
 
-// warnsOfSlowScheduler waits for the Event that warns that counters slow the scheduler down.
+// offersShares waits until the node offers shares of this many whole GPUs.
+func (w *world) offersShares(t *testing.T, node string, gpus int) {
+	t.Helper()
+	eventually(t, 30*time.Second, fmt.Sprintf("node %s offers shares of %d GPUs", node, gpus), func() (bool, string) {
+		count := 0
+		for _, d := range w.devices(t, node) {
+			if *d.Attributes["type"].StringValue == "gpu-share" {
+				count++
+			}
+		}
+		return count == gpus, fmt.Sprint(count)
+	})
+}
+
+// warnsOfSlowScheduler waits for the Event that warns that counters slow the scheduler down. From
+// Kubernetes 1.37 on there must be none.
 func (w *world) warnsOfSlowScheduler(t *testing.T) {
 	t.Helper()
-	w.nodeHears(t, h100, "SlowScheduler", "1.37")
+	if w.isBefore(t, "1.37") {
+		w.nodeHears(t, h100, "SlowScheduler", "1.37")
+		return
+	}
+	if events := w.events(t, corev1.NamespaceDefault, h100); strings.Contains(events, "SlowScheduler") {
+		t.Errorf("an Event warns of a fast scheduler:\n%s", events)
+	}
 }

@@ -329,17 +329,23 @@ func (w *world) testForgedStatuses(t *testing.T) {
 			{Driver: r.Driver, Pool: r.Pool, Device: r.Device, Data: &runtime.RawExtension{Raw: []byte(`{"uuid":"said"}`)}},
 		}
 	}
+	// From Kubernetes 1.36 on, the API server itself refuses what the chart's policy refuses before.
+	byPolicy := w.isBefore(t, "1.36")
 	for name, c := range map[string]struct {
-		pod     string
-		change  func(*resourceapi.ResourceClaim)
-		refusal string // a text of the error that names the missing permission; empty: allowed
+		pod    string
+		change func(*resourceapi.ResourceClaim)
+		// texts of the errors of the API server and of the policy, empty: allowed
+		refusal, policyRefusal string
 	}{
-		"says what its own device is": {"here", say, ""},
-		"speaks of another node's":    {"there", say, "changing status.devices requires"},
-		// From Kubernetes 1.36 on, the API server itself refuses this write.
+		"says what its own device is": {"here", say, "", ""},
+		"speaks of another node's": {"there", say, "changing status.devices requires",
+			"may write only into the status of claims that are allocated on its own node"},
 		"reserves the claim for no Pod": {"here", func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil },
-			"changing status.allocation or status.reservedFor requires"},
+			"changing status.allocation or status.reservedFor requires", "may change neither a claim's allocation nor its reservations"},
 	} {
+		if byPolicy {
+			c.refusal = c.policyRefusal
+		}
 		t.Run(name, func(t *testing.T) {
 			claim := w.claimOf(t, u.namespace, c.pod, "gpu")
 			c.change(claim)
