@@ -220,9 +220,13 @@ test-release: release ## Make a release, run its kubectl-gpu and arm64 programs,
 	helm=$$($(CLUSTER) program helm) && cd hack/release && go vet . && \
 	HELM=$$helm RELEASE=$(RELEASE_DIR) SIMULATOR=$(BUILD)/nvmlsim go test -count=1 .
 
+# The version that test-release-e2e upgrades to. Its release is made from the same source.
+NEXT := v0.99.0
+
 .PHONY: test-release-e2e
-test-release-e2e: release ## Install a release by helm from a registry on a real cluster, which refuses tampered ones (VERSION, REGISTRY; root)
-	RELEASE=$(RELEASE_DIR) $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
+test-release-e2e: release ## Install a release by helm from a registry on a real cluster, upgrade and go back, refuse tampered ones (VERSION, REGISTRY; root)
+	$(MAKE) --no-print-directory release VERSION=$(NEXT) RELEASE_DIR=$(BUILD)/release-next
+	RELEASE=$(RELEASE_DIR) NEXT_RELEASE=$(BUILD)/release-next $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
 
 .PHONY: golden
 golden: toolchain ## Rewrite the golden outputs in test/golden/testdata and the models of kubectl gpu; git diff shows what changed

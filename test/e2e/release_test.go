@@ -9,21 +9,19 @@ import (
 	"strings"
 	"testing"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 // released is one line of a release's digests.txt: an artifact's repository, tag and digest.
 type released struct{ repository, tag, digest string }
 
-// releaseFolder returns a release's folder and its image and chart, or skips the test if no release
-// has been made.
-func releaseFolder(t *testing.T) (folder string, image, chart released) {
+// releaseFolder returns the folder that this environment variable names, and the image and the
+// chart of the release in it. It skips the test if the variable is not set.
+func releaseFolder(t *testing.T, variable string) (folder string, image, chart released) {
 	t.Helper()
-	folder = os.Getenv("RELEASE")
+	folder = os.Getenv(variable)
 	if folder == "" {
-		t.Skip("SKIPPED: RELEASE names no release (make test-release-e2e sets it)")
+		t.Skipf("SKIPPED: %s names no release (make test-release-e2e sets it)", variable)
 	}
 	raw, err := os.ReadFile(filepath.Join(folder, "digests.txt"))
 	if err != nil {
@@ -76,10 +74,11 @@ func (w *world) buildReleaseTool(t *testing.T, name string) string {
 
 // A user verifies a release in a registry and installs it with helm. The node's containerd pulls
 // the image by the digest in the chart, through a mirror of the registry that the release names.
-// Before, neither containerd nor the user accepts what an attacker changed.
+// Before, neither containerd nor the user accepts what an attacker changed. Afterwards the user
+// upgrades to the next release and goes back while Pods run.
 func TestReleaseInstallsFromARegistry(t *testing.T) {
 	t.Parallel()
-	folder, image, chart := releaseFolder(t)
+	folder, image, chart := releaseFolder(t, "RELEASE")
 	const node = "node1"
 	w := bringUp(t, "release", simulator(t).Node(node, "l40s-x2"))
 	gateway := w.node(t, node).Address()
@@ -99,30 +98,56 @@ printf '[host."http://%[2]s"]\ncapabilities = ["pull", "resolve"]\n' >/etc/conta
 	t.Run("a chart that changed on the way is refused", func(t *testing.T) { w.refusesChangedChart(t, on, r.folder, project, chart) })
 	t.Run("a replaced chart is found before its installation", func(t *testing.T) { w.findsReplacedChart(t, r, chart) })
 
-	install, err := w.ClientCommand(t.Context(), "helm", "install", clusterharness.Release, r.chart(),
-		"--version", chart.tag, "--plain-http", "--namespace", clusterharness.Namespace, "--create-namespace",
-		"--set", "driverRoot=/var/lib/nvmlsim/driver,hostPaths.sys=/var/lib/nvmlsim/sys,hostPaths.proc=/var/lib/nvmlsim/proc",
-		"--wait=legacy", "--timeout", "10m")
+	w.deploys(t, node, r, image, chart, "install", "--create-namespace",
+		"--set", "driverRoot=/var/lib/nvmlsim/driver,hostPaths.sys=/var/lib/nvmlsim/sys,hostPaths.proc=/var/lib/nvmlsim/proc")
+	t.Run("an upgrade to the next release and the way back, with Pods running", func(t *testing.T) {
+		w.needSMI(t)
+		nextFolder, nextImage, nextChart := releaseFolder(t, "NEXT_RELEASE")
+		next := w.signRelease(t, nextFolder, nextImage.tag, r.registry)
+		next.push(t)
+		if out, err := next.verify(t); err != nil {
+			t.Fatalf("verify the next release: %v\n%s", err, out)
+		}
+		u := w.tenant(t)
+		u.gpus(1)
+		u.holder("older", 1, onNode(node))
+		older := u.holding("older")
+		w.deploys(t, node, next, nextImage, nextChart, "upgrade", "--reset-then-reuse-values")
+		u.holder("newer", 1, onNode(node))
+		newer := u.holding("newer")
+		w.deploys(t, node, r, image, chart, "upgrade", "--reset-then-reuse-values")
+		u.undisturbed(older, newer)
+		u.removeAll()
+		u.noFailedPrepare()
+		w.clean(t, node)
+	})
+}
+
+// deploys installs this release from its registry with helm, or upgrades to it. verb and more are
+// helm's arguments. It checks that the node's plugin then runs the release's image.
+func (w *world) deploys(t *testing.T, node string, r signedRelease, image, chart released, verb string, more ...string) {
+	t.Helper()
+	helm, err := w.ClientCommand(t.Context(), "helm", append([]string{
+		verb, clusterharness.Release, r.chart(), "--version", chart.tag, "--plain-http", "--namespace", clusterharness.Namespace,
+		"--wait=legacy", "--timeout", "10m",
+	}, more...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := install.CombinedOutput()
+	out, err := helm.CombinedOutput()
 	if err != nil {
-		t.Fatalf("install the release: %v\n%s\n%s", err, out, w.pluginLogs(t))
+		t.Fatalf("%s release %s: %v\n%s\n%s", verb, chart.tag, err, out, w.pluginLogs(t))
 	}
 	if !strings.Contains(string(out), chart.digest) {
-		t.Errorf("helm did not install the chart with digest %s:\n%s", chart.digest, out)
+		t.Errorf("helm did not %s to the chart with digest %s:\n%s", verb, chart.digest, out)
 	}
-	pods, err := w.Client.CoreV1().Pods(clusterharness.Namespace).List(t.Context(), metav1.ListOptions{})
-	if err != nil || len(pods.Items) != 1 {
-		t.Fatalf("%d Pods of the driver, want one: %v", len(pods.Items), err)
-	}
-	for _, status := range pods.Items[0].Status.ContainerStatuses {
+	pod := w.instance(t, node)
+	for _, status := range pod.Status.ContainerStatuses {
 		if status.ImageID != image.repository+"@"+image.digest {
 			t.Errorf("the plugin runs image %s, want %s@%s", status.ImageID, image.repository, image.digest)
 		}
 	}
-	version := w.mustExec(t, clusterharness.Namespace, pods.Items[0].Name, "", "gpu-kubelet-plugin", "version")
+	version := w.mustExec(t, clusterharness.Namespace, pod.Name, "", "gpu-kubelet-plugin", "version")
 	if strings.TrimSpace(version) != image.tag {
 		t.Errorf("the plugin has version %q, want %s", version, image.tag)
 	}
