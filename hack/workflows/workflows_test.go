@@ -6,10 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
 	"sigs.k8s.io/yaml"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
 const root = "../.."
@@ -28,6 +31,43 @@ var call = regexp.MustCompile(`^sudo env "PATH=\$PATH" make (\S+|\$\{\{ matrix\.
 // pinned is an action of a certain commit, with its version as a comment.
 var pinned = regexp.MustCompile(`(?m)uses: [\w/-]+@[0-9a-f]{40} # v[0-9.]+$`)
 
+// read reads a workflow file.
+func read(t *testing.T, file string) (w workflow, content []byte) {
+	t.Helper()
+	content, err := os.ReadFile(file)
+	if err == nil {
+		err = yaml.Unmarshal(content, &w)
+	}
+	if err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	return w, content
+}
+
+// The version matrix runs on each tested line of Kubernetes and containerd.
+func TestMatrixHasEachTestedVersion(t *testing.T) {
+	w, _ := read(t, root+"/.github/workflows/matrix.yaml")
+	tested := map[string][]string{"containerd": lines(cluster.ContainerdVersions())}
+	var kubernetes []string
+	for _, release := range cluster.Releases() {
+		kubernetes = append(kubernetes, release.Version)
+	}
+	tested["kubernetes"] = lines(kubernetes)
+	for program, want := range tested {
+		if got := w.Jobs["make"].Strategy.Matrix[program]; !slices.Equal(got, want) {
+			t.Errorf("matrix.yaml runs on %s %v, want %v", program, got, want)
+		}
+	}
+}
+
+// lines returns the lines of these versions: 1.37 for v1.37.0.
+func lines(versions []string) (all []string) {
+	for _, v := range versions {
+		all = append(all, strings.TrimPrefix(v[:strings.LastIndex(v, ".")], "v"))
+	}
+	return all
+}
+
 func TestWorkflowsCallMakeTargetsOnly(t *testing.T) {
 	makefile, err := os.ReadFile(root + "/Makefile")
 	if err != nil {
@@ -38,14 +78,7 @@ func TestWorkflowsCallMakeTargetsOnly(t *testing.T) {
 		t.Fatalf("no workflows: %v", err)
 	}
 	for _, file := range files {
-		content, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var w workflow
-		if err := yaml.Unmarshal(content, &w); err != nil {
-			t.Fatalf("%s: %v", file, err)
-		}
+		w, content := read(t, file)
 		if actions := strings.Count(string(content), "uses: "); actions != len(pinned.FindAll(content, -1)) {
 			t.Errorf("%s uses an action that no commit pins", file)
 		}
