@@ -35,12 +35,17 @@ func InstallArguments(root string, more ...string) []string {
 	}, more...)
 }
 
-// Install installs or upgrades the chart. A changed annotation makes the kubelet read the plugin's
-// ConfigMap at once, and not within a minute.
+// Install installs or upgrades the chart, and makes the kubelets read the plugins' ConfigMap.
 func Install(ctx context.Context, c *cluster.Cluster, root string, more ...string) error {
 	if _, err := c.Helm(ctx, InstallArguments(root, more...)...); err != nil {
 		return err
 	}
+	return ReadConfigMap(ctx, c)
+}
+
+// ReadConfigMap makes the kubelets read the plugins' ConfigMap at once, and not within a minute. It
+// changes an annotation of the plugins' Pods for that.
+func ReadConfigMap(ctx context.Context, c *cluster.Cluster) error {
 	_, err := c.Kubectl(ctx, "annotate", "pods", "--namespace", Namespace, "--selector", "app.kubernetes.io/component=kubelet-plugin",
 		"--overwrite", fmt.Sprintf("example.com/installed=%d", time.Now().UnixNano()))
 	return err
