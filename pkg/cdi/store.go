@@ -18,6 +18,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/version"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // These names make the CDI kinds k8s.gpu.nvidia.com/base and k8s.gpu.nvidia.com/claim, and their
@@ -192,7 +194,8 @@ func claimFile(uid types.UID) (string, error) {
 }
 
 // write makes spec the content of the file called name. It replaces a file that has this content
-// only if always is true.
+// only if always is true. It does not sync the file to disk, because the plugin writes the specs
+// again after a crash of the node. CDI reads only *.json and *.yaml, not the temporary file.
 func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always bool) error {
 	data, err := encode(spec)
 	if err != nil {
@@ -207,7 +210,10 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 		if err := check(data); err != nil {
 			return fmt.Errorf("CDI spec %s: %w", name, err)
 		}
-		if err := replace(path, filepath.Join(s.root, "."+name+temporarySuffix), data); err != nil {
+		if err := os.MkdirAll(s.root, 0o755); err != nil {
+			return fmt.Errorf("write CDI spec: %w", err)
+		}
+		if err := durable.ReplaceUnsynced(path, filepath.Join(s.root, "."+name+temporarySuffix), data); err != nil {
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
@@ -236,33 +242,26 @@ func (s *Store) remove(name string, temporaries ...string) error {
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse
 // newer versions. It returns the spec as JSON.
 func encode(spec *specs.Spec) ([]byte, error) {
-	lowest, err := minimumVersion(spec)
-	if err != nil {
-		return nil, fmt.Errorf("find its version: %w", err)
-	}
 	// Of several devices the library sees only the edits of the last one, because its go.mod asks for
-	// Go 1.19, where a loop has one variable. So each device is asked for alone.
-	for _, d := range spec.Devices {
-		alone := *spec
-		alone.Devices = []specs.Device{d}
-		needed, err := minimumVersion(&alone)
+	// Go 1.19, where a loop has one variable. So it is asked about the spec without devices, and with
+	// each device alone.
+	part, lowest := *spec, (*version.Version)(nil)
+	for i := range len(spec.Devices) + 1 {
+		part.Devices = spec.Devices[max(i-1, 0):i]
+		text, err := specs.MinimumRequiredVersion(&part)
 		if err != nil {
-			return nil, fmt.Errorf("find the version of device %s: %w", d.Name, err)
+			return nil, fmt.Errorf("find its version: %w", err)
 		}
-		if lowest.LessThan(needed) {
+		needed, err := version.ParseSemantic(text)
+		if err != nil {
+			return nil, fmt.Errorf("find its version: %w", err)
+		}
+		if lowest == nil || lowest.LessThan(needed) {
 			lowest = needed
 		}
 	}
 	spec.Version = lowest.String()
 	return json.Marshal(spec)
-}
-
-func minimumVersion(spec *specs.Spec) (*version.Version, error) {
-	text, err := specs.MinimumRequiredVersion(spec)
-	if err != nil {
-		return nil, err
-	}
-	return version.ParseSemantic(text)
 }
 
 // check returns an error if a runtime could not load the spec. One bad device makes the runtime
@@ -278,31 +277,5 @@ func check(spec []byte) error {
 		return err
 	}
 	_, err = cdilib.ReadSpec(fmt.Sprintf("/proc/self/fd/%d", fd), 0)
-	return err
-}
-
-// replace writes data to path so that a reader sees the old file or the new one. CDI reads only
-// *.json and *.yaml, so it ignores the temporary file. fsync is not needed, because the plugin
-// writes the specs again after a crash of the node.
-func replace(path, temporary string, data []byte) error {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return err
-	}
-	// What a killed call left, or someone planted, is removed and never written to.
-	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	f, err := os.OpenFile(temporary, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	err = errors.Join(err, f.Chmod(0o644), f.Close())
-	if err == nil {
-		err = os.Rename(temporary, path)
-	}
-	if err != nil {
-		_ = os.Remove(temporary)
-	}
 	return err
 }

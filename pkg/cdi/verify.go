@@ -1,6 +1,7 @@
 package cdi
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 
@@ -17,8 +18,16 @@ type Mapper func(host string) string
 // writable by root only. The error names the first file that is missing or wrong.
 func (visible Mapper) Verify(edits specs.ContainerEdits) error {
 	for _, n := range edits.DeviceNodes {
-		if err := visible.verifyDeviceNode(n); err != nil {
-			return err
+		if n.Major != 0 {
+			continue // the runtime creates the device node by its number and needs none on the host
+		}
+		host := cmp.Or(n.HostPath, n.Path)
+		info, err := os.Stat(visible(host))
+		if err != nil {
+			return fmt.Errorf("device node %s is missing on the node (%w): run nvidia-smi or nvidia-modprobe on the node to create it", host, err)
+		}
+		if info.Mode()&os.ModeCharDevice == 0 {
+			return fmt.Errorf("%s on the node is not a character device: remove it and run nvidia-modprobe", host)
 		}
 	}
 	for _, m := range edits.Mounts {
@@ -43,24 +52,6 @@ func (visible Mapper) Verify(edits specs.ContainerEdits) error {
 		if err := durable.CheckFile(visible(h.Path)); err != nil {
 			return fmt.Errorf("hook %s on the node: %w", h.Path, err)
 		}
-	}
-	return nil
-}
-
-func (visible Mapper) verifyDeviceNode(n *specs.DeviceNode) error {
-	if n.Major != 0 {
-		return nil // the runtime creates the device node by its number and needs none on the host
-	}
-	host := n.HostPath
-	if host == "" {
-		host = n.Path
-	}
-	info, err := os.Stat(visible(host))
-	if err != nil {
-		return fmt.Errorf("device node %s is missing on the node (%w): run nvidia-smi or nvidia-modprobe on the node to create it", host, err)
-	}
-	if info.Mode()&os.ModeCharDevice == 0 {
-		return fmt.Errorf("%s on the node is not a character device: remove it and run nvidia-modprobe", host)
 	}
 	return nil
 }

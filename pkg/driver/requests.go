@@ -5,7 +5,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -66,8 +65,7 @@ func (r *requests) PrepareResourceClaims(
 func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) kubeletplugin.PrepareResult {
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	ctx = klog.NewContext(ctx, logger)
-	defer r.metrics.InFlight(metrics.Prepare)()
-	start := time.Now()
+	ended := r.metrics.Request(metrics.Prepare)
 	// Use comes before View, and ok is not needed: if Use is denied, the View is not ready.
 	done, _ := r.hardware.Use()
 	defer done()
@@ -81,10 +79,8 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	if err == nil {
 		devices, err = r.preparer.Prepare(ctx, v.Preparable, c)
 	}
-	took := time.Since(start)
-	r.metrics.Request(metrics.Prepare, took)
+	took := ended(string(cause.Of(err)))
 	if err != nil {
-		r.metrics.RequestError(metrics.Prepare, string(cause.Of(err)))
 		logger.Error(err, "Failed to prepare claim")
 		return kubeletplugin.PrepareResult{Err: err}
 	}
@@ -154,16 +150,13 @@ func (r *requests) UnprepareResourceClaims(ctx context.Context, claims []kubelet
 
 func (r *requests) unprepare(ctx context.Context, c kubeletplugin.NamespacedObject) error {
 	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
-	defer r.metrics.InFlight(metrics.Unprepare)()
-	start := time.Now()
+	ended := r.metrics.Request(metrics.Unprepare)
 	err := r.preparer.Unprepare(klog.NewContext(ctx, logger), c.UID)
 	if err == nil {
 		err = r.migrator.EndClaim(klog.NewContext(ctx, logger), c.UID)
 	}
-	took := time.Since(start)
-	r.metrics.Request(metrics.Unprepare, took)
+	took := ended(string(cause.Of(err)))
 	if err != nil {
-		r.metrics.RequestError(metrics.Unprepare, string(cause.Of(err)))
 		logger.Error(err, "Failed to unprepare claim")
 		r.events.ClaimEvent(c, events.UnprepareFailed, err.Error())
 		return err

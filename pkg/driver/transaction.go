@@ -54,7 +54,7 @@ func transactionOptions(
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,
 		Claims: claimReader{calls, parts.Client},
-		Edits:  nodeEdits{visiblePath(cfg), cfg, scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
+		Edits:  nodeEdits{visiblePath(cfg), metadata.NewFiles(cfg.MetadataDir()), cfg, scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
 		Observer:    claimObserver{calls, status, toAdmins},
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	}
@@ -89,6 +89,7 @@ func (o claimObserver) Skipped(uid types.UID) { o.MarkUnchecked(uid) }
 // nodeEdits implements [prepare.Edits].
 type nodeEdits struct {
 	cdi.Mapper
+	*metadata.Files
 	cfg *config.Config
 	mig func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 }
@@ -98,10 +99,6 @@ func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device
 }
 
 func (e nodeEdits) Monitor() specs.ContainerEdits { return scan.MonitorEdits(Paths(e.cfg)) }
-
-func (e nodeEdits) Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error) {
-	return metadata.Edits(e.cfg.MetadataDir(), c, request)
-}
 
 func (e nodeEdits) MPSClient(daemon string) specs.ContainerEdits {
 	return mps.Edits(MPSPaths(e.cfg), daemon)

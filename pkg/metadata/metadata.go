@@ -2,9 +2,16 @@ package metadata
 
 import (
 	"bytes"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 
+	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -15,10 +22,13 @@ import (
 	"k8s.io/dynamic-resource-allocation/api/metadata/install"
 	"k8s.io/dynamic-resource-allocation/api/metadata/v1alpha1"
 	"k8s.io/dynamic-resource-allocation/api/metadata/v1beta1"
+	"k8s.io/dynamic-resource-allocation/devicemetadata"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // Versions are the API versions in each file, the newest first. KubeVirt 1.8 reads only v1alpha1.
@@ -43,33 +53,27 @@ type Request struct {
 	Devices []metadata.Device
 }
 
-// base returns the request's name without the subrequest. It names files, so it must be valid.
-func (r Request) base() (string, error) {
-	base := resourceclaim.BaseRequestRef(r.Name)
-	if wrong := validation.IsDNS1123Label(base); len(wrong) > 0 {
-		return "", fmt.Errorf("request %q cannot name a metadata file: %s", base, strings.Join(wrong, ", "))
-	}
-	return base, nil
-}
-
 // PodClaimName returns the name under which the claim with these annotations is in a Pod's spec, or
 // "" if no template made it. It ignores a value that could lead to another path.
 func PodClaimName(annotations map[string]string) string {
-	name := annotations[podClaimAnnotation]
+	name := annotations[resourceapi.PodResourceClaimAnnotation]
 	if len(validation.IsDNS1123Label(name)) > 0 {
 		return ""
 	}
 	return name
 }
 
-// Edits returns the CDI edits that show a container the file of a request. root is the directory of
-// [Files]. The path in the container is defined in k8s.io/dynamic-resource-allocation/api/metadata.
-func Edits(root string, c Claim, request string) (specs.ContainerEdits, error) {
-	base, err := Request{Name: request}.base()
-	if err != nil {
-		return specs.ContainerEdits{}, err
-	}
-	host, err := path(root, c.UID, base)
+// Files are the metadata files of all claims. The caller holds the claim's lock.
+type Files struct{ root string }
+
+// NewFiles keeps the files in root, a directory at the same path on the host. It is created with
+// the first file.
+func NewFiles(root string) *Files { return &Files{root} }
+
+// MetadataEdits returns the CDI edits that show a container the file of a request. The path in the
+// container is defined in k8s.io/dynamic-resource-allocation/api/metadata.
+func (f *Files) MetadataEdits(c Claim, request string) (specs.ContainerEdits, error) {
+	base, host, err := f.path(c.UID, request)
 	if err != nil {
 		return specs.ContainerEdits{}, err
 	}
@@ -80,6 +84,60 @@ func Edits(root string, c Claim, request string) (specs.ContainerEdits, error) {
 	return specs.ContainerEdits{Mounts: []*specs.Mount{{
 		HostPath: host, ContainerPath: target, Options: []string{"ro", "bind", "nosuid", "nodev", "noexec"},
 	}}}, nil
+}
+
+// path returns where the file of a claim's request is, and the request's name without the
+// subrequest, which names the file. It refuses names that would lead out of root, although the API
+// server makes no such UID.
+func (f *Files) path(uid types.UID, request string) (base, path string, err error) {
+	base = resourceclaim.BaseRequestRef(request)
+	if wrong := validation.IsDNS1123Label(base); len(wrong) > 0 {
+		return "", "", fmt.Errorf("request %q cannot name a metadata file: %s", base, strings.Join(wrong, ", "))
+	}
+	dir, err := f.dir(uid)
+	return base, filepath.Join(dir, base+".json"), err
+}
+
+func (f *Files) dir(uid types.UID) (string, error) {
+	if uid == "" || uid == "." || uid == ".." || strings.ContainsAny(string(uid), "/\x00") {
+		return "", fmt.Errorf("claim UID %q cannot name a directory", uid)
+	}
+	return filepath.Join(f.root, string(uid)), nil
+}
+
+// WriteMetadata makes the file of the request say what r says. It leaves a file that does already.
+// Otherwise it raises the generation in the file. A container sees the new file when it starts
+// again.
+//
+// The file is not synced to disk, because after a crash of the node the kubelet prepares each claim
+// again, and WriteMetadata compares the content.
+func (f *Files) WriteMetadata(c Claim, r Request) error {
+	_, path, err := f.path(c.UID, r.Name)
+	if err != nil {
+		return err
+	}
+	there, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("read device metadata: %w", err)
+	}
+	var old metadata.DeviceMetadata // its generation is 0 if there is no file, or a damaged one
+	_ = devicemetadata.DecodeMetadataFromStream(json.NewDecoder(bytes.NewReader(there)), &old)
+	data, err := encode(c, r, max(old.Generation, 1))
+	if err != nil || bytes.Equal(data, there) {
+		return err
+	}
+	if old.Generation > 0 {
+		if data, err = encode(c, r, old.Generation+1); err != nil {
+			return err
+		}
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return fmt.Errorf("write device metadata: %w", err)
+	}
+	if err := durable.ReplaceUnsynced(path, filepath.Join(filepath.Dir(path), "."+filepath.Base(path)), data); err != nil {
+		return fmt.Errorf("write device metadata: %w", err)
+	}
+	return nil
 }
 
 // encode returns the content of the request's file: the same data in each of the versions.
@@ -102,4 +160,68 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 		}
 	}
 	return stream.Bytes(), nil
+}
+
+// Remove removes the claim's files. If there are none, it succeeds.
+func (f *Files) Remove(uid types.UID) error {
+	dir, err := f.dir(uid)
+	if err == nil {
+		err = os.RemoveAll(dir)
+	}
+	if err != nil {
+		return fmt.Errorf("remove device metadata: %w", err)
+	}
+	return nil
+}
+
+// RemoveAll removes the files of all claims, and their directory.
+func (f *Files) RemoveAll() error {
+	if err := os.RemoveAll(f.root); err != nil {
+		return fmt.Errorf("remove all device metadata: %w", err)
+	}
+	return nil
+}
+
+// Claims lists the UIDs of the claims that have files.
+func (f *Files) Claims() ([]types.UID, error) {
+	entries, err := os.ReadDir(f.root)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("list device metadata: %w", err)
+	}
+	uids := make([]types.UID, len(entries))
+	for i, e := range entries {
+		uids[i] = types.UID(e.Name())
+	}
+	return uids, nil
+}
+
+// WithSpecs are the CDI specs and the metadata files of all claims. A claim's files exist as long
+// as its spec, so what removes a spec or finds one that a killed call left does the same for the
+// files.
+type WithSpecs struct {
+	*cdi.Store
+	*Files
+}
+
+// RemoveClaim removes the claim's spec, and then the files that it names.
+func (s WithSpecs) RemoveClaim(uid types.UID) error {
+	if err := s.Store.RemoveClaim(uid); err != nil {
+		return err
+	}
+	return s.Remove(uid)
+}
+
+// Claims lists the claims that have a spec or files.
+func (s WithSpecs) Claims() ([]types.UID, error) {
+	specified, err := s.Store.Claims()
+	if err != nil {
+		return nil, err
+	}
+	described, err := s.Files.Claims()
+	if err != nil {
+		return nil, err
+	}
+	all := slices.Concat(specified, described)
+	slices.Sort(all)
+	return slices.Compact(all), nil
 }

@@ -65,10 +65,10 @@ func TestUpstreamReaderReadsFiles(t *testing.T) {
 	for name, c := range map[string]Claim{"of a claim": claim, "of a claim from a template": template} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()
-			if err := NewFiles(root).Write(c, request("gpu/large", "GPU-1")); err != nil {
+			if err := NewFiles(root).WriteMetadata(c, request("gpu/large", "GPU-1")); err != nil {
 				t.Fatal(err)
 			}
-			edits, err := Edits(root, c, "gpu/large")
+			edits, err := NewFiles(root).MetadataEdits(c, "gpu/large")
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -101,7 +101,7 @@ func TestUpstreamReaderReadsFiles(t *testing.T) {
 func TestReaderOfOneVersionReadsFiles(t *testing.T) {
 	for _, version := range Versions {
 		root := t.TempDir()
-		if err := NewFiles(root).Write(template, request("gpu", "GPU-1")); err != nil {
+		if err := NewFiles(root).WriteMetadata(template, request("gpu", "GPU-1")); err != nil {
 			t.Fatal(err)
 		}
 		data, err := os.ReadFile(filepath.Join(root, "uid-2", "gpu.json"))
@@ -157,7 +157,7 @@ func TestGenerationGrowsWithEachChange(t *testing.T) {
 	name := filepath.Join(root, "uid-1", "gpu.json")
 	write := func(uuid string) os.FileInfo {
 		t.Helper()
-		if err := f.Write(claim, request("gpu", uuid)); err != nil {
+		if err := f.WriteMetadata(claim, request("gpu", uuid)); err != nil {
 			t.Fatal(err)
 		}
 		info, err := os.Stat(name)
@@ -192,7 +192,7 @@ func TestNamesakesHaveFilesOfTheirOwn(t *testing.T) {
 	namesake := claim
 	namesake.UID = "uid-new"
 	for _, c := range []Claim{claim, namesake} {
-		if err := f.Write(c, request("gpu", "GPU-1")); err != nil {
+		if err := f.WriteMetadata(c, request("gpu", "GPU-1")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -214,18 +214,18 @@ func TestNamesThatLeadElsewhereAreRefused(t *testing.T) {
 	for _, uid := range []types.UID{"", ".", "..", "../x", "a/b", "a\x00"} {
 		bad := claim
 		bad.UID = uid
-		if f.Write(bad, request("gpu", "GPU-1")) == nil || f.Remove(uid) == nil {
+		if f.WriteMetadata(bad, request("gpu", "GPU-1")) == nil || f.Remove(uid) == nil {
 			t.Errorf("UID %q is accepted", uid)
 		}
-		if _, err := Edits(root, bad, "gpu"); err == nil {
+		if _, err := NewFiles(root).MetadataEdits(bad, "gpu"); err == nil {
 			t.Errorf("UID %q is mounted", uid)
 		}
 	}
 	for _, name := range []string{"", "..", "../x", "A", "a b", "/x"} {
-		if f.Write(claim, request(name, "GPU-1")) == nil {
+		if f.WriteMetadata(claim, request(name, "GPU-1")) == nil {
 			t.Errorf("request %q is accepted", name)
 		}
-		if _, err := Edits(root, claim, name); err == nil {
+		if _, err := NewFiles(root).MetadataEdits(claim, name); err == nil {
 			t.Errorf("request %q is mounted", name)
 		}
 	}
@@ -245,7 +245,7 @@ func TestUnwritableDirectoryIsAnError(t *testing.T) {
 		t.Fatal(err)
 	}
 	f := NewFiles(root)
-	if err := f.Write(claim, request("gpu", "GPU-1")); err == nil || !strings.Contains(err.Error(), root) {
+	if err := f.WriteMetadata(claim, request("gpu", "GPU-1")); err == nil || !strings.Contains(err.Error(), root) {
 		t.Errorf("got %v", err)
 	}
 	if _, err := f.Claims(); err == nil {
@@ -256,7 +256,7 @@ func TestUnwritableDirectoryIsAnError(t *testing.T) {
 // The files of a killed call are found and removed with the CDI specs.
 func TestSpecsAndFilesAreListedAndRemovedTogether(t *testing.T) {
 	s := WithSpecs{cdi.NewStore(t.TempDir()), NewFiles(t.TempDir())}
-	edits, err := Edits("/metadata", claim, "gpu")
+	edits, err := NewFiles("/metadata").MetadataEdits(claim, "gpu")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -283,7 +283,7 @@ func TestSpecsAndFilesAreListedAndRemovedTogether(t *testing.T) {
 func TestRemoveAllLeavesNoDirectory(t *testing.T) {
 	root := filepath.Join(t.TempDir(), "metadata")
 	f := NewFiles(root)
-	if err := errors.Join(f.RemoveAll(), f.Write(claim, request("gpu", "GPU-1")), f.RemoveAll()); err != nil {
+	if err := errors.Join(f.RemoveAll(), f.WriteMetadata(claim, request("gpu", "GPU-1")), f.RemoveAll()); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(root); !errors.Is(err, fs.ErrNotExist) {
@@ -298,12 +298,12 @@ func BenchmarkWrite(b *testing.B) {
 			for i := range held {
 				c := claim
 				c.UID = types.UID(fmt.Sprint("held-", i))
-				if err := f.Write(c, request("gpu", "GPU-1")); err != nil {
+				if err := f.WriteMetadata(c, request("gpu", "GPU-1")); err != nil {
 					b.Fatal(err)
 				}
 			}
 			for b.Loop() {
-				if err := errors.Join(f.Write(claim, request("gpu", "GPU-1")), f.Remove(claim.UID)); err != nil {
+				if err := errors.Join(f.WriteMetadata(claim, request("gpu", "GPU-1")), f.Remove(claim.UID)); err != nil {
 					b.Fatal(err)
 				}
 			}

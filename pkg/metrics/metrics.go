@@ -107,22 +107,20 @@ func (f factory) histograms(name, help string, buckets []float64, labels ...stri
 	return f.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, labels)
 }
 
-// Request adds the time that one claim took in one kubelet call.
-func (m *Metrics) Request(op Operation, took time.Duration) {
-	m.duration.WithLabelValues(string(op)).Observe(took.Seconds())
-}
-
-// InFlight counts a claim that the plugin begins to prepare or unprepare. The caller calls done
-// when that has ended.
-func (m *Metrics) InFlight(op Operation) (done func()) {
-	now := m.inFlight.WithLabelValues(string(op))
+// Request counts a claim that the plugin begins to prepare or unprepare. The caller calls done when
+// that has ended, with the cause of its error or "". Done returns the time in between.
+func (m *Metrics) Request(op Operation) (done func(cause string) time.Duration) {
+	start, now := time.Now(), m.inFlight.WithLabelValues(string(op))
 	now.Inc()
-	return now.Dec
-}
-
-// RequestError counts a claim that could not be prepared or unprepared.
-func (m *Metrics) RequestError(op Operation, cause string) {
-	m.requestErrors.WithLabelValues(string(op), cause).Inc()
+	return func(cause string) time.Duration {
+		now.Dec()
+		took := time.Since(start)
+		m.duration.WithLabelValues(string(op)).Observe(took.Seconds())
+		if cause != "" {
+			m.requestErrors.WithLabelValues(string(op), cause).Inc()
+		}
+		return took
+	}
 }
 
 // CountPrepared registers the metrics of prepared claims. At each scrape, these metrics call the

@@ -29,8 +29,7 @@ func scrape(t *testing.T, m *Metrics, begin string) []string {
 
 func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 	m := New("v1")
-	m.Request(Prepare, time.Millisecond)
-	m.RequestError(Prepare, "hardware")
+	m.Request(Prepare)("hardware")
 	m.ClaimStatusError("conflict")
 	m.PublishError()
 	m.Repaired("cdi-spec")
@@ -58,7 +57,7 @@ func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
 		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total",
 		"gpu_dra_publisher", "gpu_dra_repairs_total",
-		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total", "gpu_dra_slow_scheduler",
+		"gpu_dra_request_duration_seconds", "gpu_dra_request_errors_total", "gpu_dra_requests_in_flight", "gpu_dra_slow_scheduler",
 	}
 	if diff := cmp.Diff(want, names); diff != "" {
 		t.Error(diff)

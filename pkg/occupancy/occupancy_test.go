@@ -278,10 +278,8 @@ func TestNumberOfSeriesIsBounded(t *testing.T) {
 		Offered: map[string]int{"1g.10gb": 1, "3g.40gb": 1, "7g.80gb": 1}, Ours: map[string]int{"1g.10gb": 56}, GPUs: map[string]int{"": gpus},
 	})
 	for _, op := range []metrics.Operation{metrics.Prepare, metrics.Unprepare} {
-		m.Request(op, time.Second)
-		m.InFlight(op)()
 		for _, cause := range []string{"held", "not-ready", "canceled", "record", "step", "claim", "device"} {
-			m.RequestError(op, cause)
+			m.Request(op)(cause)
 		}
 	}
 	for _, call := range []string{"look", "create", "destroy", "mode"} {

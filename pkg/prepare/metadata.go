@@ -49,7 +49,7 @@ func (p *Preparer) describeDevices(pl *plan) error {
 	for i, d := range r.Devices {
 		at := slices.IndexFunc(m.Requests, func(there metadata.Request) bool { return there.Name == d.Request })
 		if at < 0 {
-			edits, err := p.opts.Edits.Metadata(c, d.Request)
+			edits, err := p.opts.Edits.MetadataEdits(c, d.Request)
 			if err != nil {
 				return cause.Wrap(cause.Claim, err)
 			}

@@ -37,8 +37,8 @@ type Edits interface {
 	MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 	// Monitor returns the edits with which a container with admin access sees all MIG instances.
 	Monitor() specs.ContainerEdits
-	// Metadata returns the edits that show a container the metadata file of the claim's request.
-	Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error)
+	// MetadataEdits returns the edits that show a container the metadata file of the claim's request.
+	MetadataEdits(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	// MPSClient returns the edits that make a container a client of the MPS daemon with this ID.
 	MPSClient(daemon string) specs.ContainerEdits
 	// MemoryLimit returns the edits that limit a whole container to mebibytes MiB of the GPU's memory.

@@ -132,9 +132,9 @@ func (e *Edits) Monitor() (none specs.ContainerEdits) {
 }
 
 // Metadata implements [prepare.Edits].
-func (e *Edits) Metadata(c metadata.Claim, request string) (specs.ContainerEdits, error) {
+func (e *Edits) MetadataEdits(c metadata.Claim, request string) (specs.ContainerEdits, error) {
 	if e.OnMetadata == nil {
-		return metadata.Edits("/metadata", c, request)
+		return metadata.NewFiles("/metadata").MetadataEdits(c, request)
 	}
 	return e.OnMetadata(c, request)
 }

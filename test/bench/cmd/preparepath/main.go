@@ -3,7 +3,10 @@
 // kubelet. `make prepare-path` builds this program with coverage counters and runs it.
 //
 // The list is a measure of how much code a reader must know to follow a Prepare. Background work
-// may run at the same time, so only functions that ran in every one of several calls count.
+// may run at the same time, so only functions that ran in every one of several calls are listed.
+// Each declared function and method is one, with its closures and with all files of all packages
+// below pkg/. The number before it is that of its statements. Functions with at most four, such as
+// accessors and forwarders, are listed but do not count as a step: a reader sees through them.
 package main
 
 import (
@@ -11,11 +14,13 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime/coverage"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -32,13 +37,21 @@ const (
 	// startTimeout limits how long the plugin may take until it prepares its first claim.
 	startTimeout = time.Minute
 	pause        = 50 * time.Millisecond
+	// seenThrough is the number of statements up to which a function is no step.
+	seenThrough = 4
 )
+
+// function is a declared function that ran.
+type function struct {
+	file, name string
+	statements int
+}
 
 func main() {
 	klog.LogToStderr(false)
 	klog.SetOutput(os.Stderr)
-	functions := flag.Int("functions", 0, "fail if more functions ran; 0 means no limit")
-	files := flag.Int("files", 0, "fail if the functions are in more files; 0 means no limit")
+	functions := flag.Int("functions", 0, "fail if more steps ran; 0 means no limit")
+	files := flag.Int("files", 0, "fail if the steps are in more files; 0 means no limit")
 	flag.Parse()
 	handled, err := nodeharness.ServeRole(context.Background(), nil)
 	if !handled {
@@ -61,21 +74,26 @@ func run(ctx context.Context, maxFunctions, maxFiles int) error {
 	if err != nil {
 		return err
 	}
-	files := map[string]bool{}
+	stepsIn, files := map[string]int{}, map[string]bool{}
+	steps := 0
 	for _, f := range ran {
-		fmt.Println(f)
-		file, _, _ := strings.Cut(f, " ")
-		files[file] = true
+		fmt.Printf("%4d %s %s\n", f.statements, f.file, f.name)
+		files[f.file] = true
+		if f.statements > seenThrough {
+			steps++
+			stepsIn[f.file]++
+		}
 	}
-	fmt.Printf("%d functions in %d files\n", len(ran), len(files))
-	if maxFunctions > 0 && len(ran) > maxFunctions || maxFiles > 0 && len(files) > maxFiles {
+	fmt.Printf("%d functions in %d files; %d of them, in %d files, have more than %d statements\n",
+		len(ran), len(files), steps, len(stepsIn), seenThrough)
+	if maxFunctions > 0 && steps > maxFunctions || maxFiles > 0 && len(stepsIn) > maxFiles {
 		return fmt.Errorf("more than %d functions or %d files", maxFunctions, maxFiles)
 	}
 	return nil
 }
 
-// measure returns the functions that ran in each of several calls, as "file function".
-func measure(ctx context.Context, root string) (_ []string, err error) {
+// measure returns the functions that ran in each of several calls.
+func measure(ctx context.Context, root string) (_ []function, err error) {
 	const gpu = "0000:1b:00.0"
 	h, err := nodeharness.LayOut(ctx, root, gpu)
 	if err != nil {
@@ -87,7 +105,7 @@ func measure(ctx context.Context, root string) (_ []string, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, plugin.Stop()) }()
-	var ran []string
+	var ran []function
 	for i := range calls + 1 { // the first call waits for the start, and warms up
 		claim := nodeharness.Claim(fmt.Sprint("claim-", i), "gpu-0000-1b-00-0")
 		if err := api.Allocate(ctx, claim); err != nil {
@@ -120,7 +138,7 @@ func measure(ctx context.Context, root string) (_ []string, err error) {
 				case 1:
 					ran = now
 				default:
-					ran = slices.DeleteFunc(ran, func(f string) bool { return !slices.Contains(now, f) })
+					ran = slices.DeleteFunc(ran, func(f function) bool { return !slices.Contains(now, f) })
 				}
 				break
 			}
@@ -160,7 +178,7 @@ func writeCounters(dir string) error {
 }
 
 // functionsIn returns the functions of pkg/ whose counters in dir are not zero.
-func functionsIn(ctx context.Context, dir string) ([]string, error) {
+func functionsIn(ctx context.Context, dir string) ([]function, error) {
 	profile := filepath.Join(dir, "profile")
 	if out, err := exec.CommandContext(ctx, "go", "tool", "covdata", "textfmt", "-i="+dir, "-o="+profile).CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("convert the coverage counters: %w: %s", err, out)
@@ -169,15 +187,52 @@ func functionsIn(ctx context.Context, dir string) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the coverage profile: %w", err)
 	}
-	var ran []string
-	for line := range strings.Lines(string(out)) {
-		// A line is "path/file.go:12:	function	85.7%".
-		fields := strings.Fields(line)
-		if len(fields) != 3 || fields[2] == "0.0%" || !strings.Contains(fields[0], "/pkg/") {
+	blocks, err := os.ReadFile(profile)
+	if err != nil {
+		return nil, err
+	}
+	statements := map[string]map[int]int{} // by the file and the line at which a block begins
+	for line := range strings.Lines(string(blocks)) {
+		// A line is "path/file.go:12.34,15.2 3 1": from, to, statements, count.
+		file, place, _ := strings.Cut(line, ":")
+		var begin, column, end, endColumn, n, count int
+		if _, err := fmt.Sscanf(place, "%d.%d,%d.%d %d %d", &begin, &column, &end, &endColumn, &n, &count); err != nil {
+			continue // the first line, which says "mode"
+		}
+		if statements[file] == nil {
+			statements[file] = map[int]int{}
+		}
+		statements[file][begin] += n
+	}
+	var ran []function
+	lines := slices.Collect(strings.Lines(string(out)))
+	for i, line := range lines {
+		file, begin, name, covered := parse(line)
+		if covered == "0.0%" || !strings.Contains(file, "/pkg/") {
 			continue
 		}
-		file, _, _ := strings.Cut(fields[0][strings.Index(fields[0], "/pkg/")+1:], ":")
-		ran = append(ran, file+" "+fields[1])
+		f := function{file: file[strings.Index(file, "/pkg/")+1:], name: name}
+		end := math.MaxInt // where the file's next function begins
+		if next, at, _, _ := parse(lines[min(i+1, len(lines)-1)]); next == file && at > begin {
+			end = at
+		}
+		for at, n := range statements[file] {
+			if at >= begin && at < end {
+				f.statements += n
+			}
+		}
+		ran = append(ran, f)
 	}
 	return ran, nil
+}
+
+// parse reads a line of "go tool cover -func": "path/file.go:12:	function	85.7%".
+func parse(line string) (file string, begin int, name, covered string) {
+	fields := strings.Fields(line)
+	if len(fields) != 3 {
+		return "", 0, "", ""
+	}
+	place := strings.Split(fields[0], ":")
+	begin, _ = strconv.Atoi(place[min(1, len(place)-1)])
+	return place[0], begin, fields[1], fields[2]
 }
