@@ -274,6 +274,7 @@ func (b *publication) update(ctx context.Context) {
 		b.offer.snapshot = s
 	}
 	if b.offer.features != b.features {
+		b.list = nil
 		return // these slices may have fields that the API server no longer keeps
 	}
 	b.rollout.SetTarget(b.mark(ctx))

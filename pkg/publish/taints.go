@@ -221,7 +221,8 @@ func taintKey(c health.Finding) (key, value string) {
 
 // mark returns the slices of the offer with the taints of now.
 func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
-	o := b.offer
+	o, list := b.offer, b.list
+	b.list = nil // later it says nothing about the claims any more
 	m := marker{
 		view: b.opts.Health.View(), effects: *b.effects.Load(), features: o.features, gpus: map[string]device.GPU{},
 		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions,
@@ -254,7 +255,7 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	} else {
 		// A claim may have been allocated one of these devices and not be prepared yet. A claim that is
 		// allocated one between the list and the write of the slices does not keep it in the slices.
-		unlisted := b.addAllocated(ctx, leaving, m.claimed)
+		unlisted := b.addAllocated(ctx, list, leaving, m.claimed)
 		if !b.overdue() {
 			maps.Copy(m.claimed, unlisted)
 		}
@@ -291,14 +292,13 @@ func (b *publication) firstMark(ctx context.Context) []resourceslice.Slice {
 	return b.mark(ctx)
 }
 
-// addAllocated adds all allocated devices to names if a list of the claims has ended. It returns
+// addAllocated adds all allocated devices to names if list, which may be nil, has them. It returns
 // those of the leaving devices that need another list, which it starts in the background.
-func (b *publication) addAllocated(ctx context.Context, leaving, names deviceNames) (unlisted deviceNames) {
+func (b *publication) addAllocated(ctx context.Context, list *claimList, leaving, names deviceNames) (unlisted deviceNames) {
 	unlisted = leaving
-	if b.list != nil {
-		b.list.allocated.addTo(names)
-		unlisted = leaving.without(b.list.leaving)
-		b.list = nil
+	if list != nil {
+		list.allocated.addTo(names)
+		unlisted = leaving.without(list.leaving)
 	}
 	if len(unlisted) > 0 && b.listing == nil && !time.Now().Before(b.nextList) {
 		listing := make(chan claimList, 1)

@@ -132,6 +132,24 @@ func TestListCountsOnlyForDevicesThatHadToLeaveBefore(t *testing.T) {
 	})
 }
 
+// The device was healthy when the list ended, so nothing needed it then.
+func TestOldListDoesNotWithdrawDeviceLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		u, _ := startWithSlowCluster(t, clusterTimeout-time.Second)
+		defer u.stop()
+		u.setXIDs(t, 79)
+		advance(time.Second)
+		u.setXIDs(t) // healthy again, while the claims are listed
+		advance(time.Hour)
+		allocate(t, u.client)
+		u.setXIDs(t, 79)
+		advance(time.Minute)
+		if got := fakeapi.Devices(t, u.client); !slices.Equal(got, []string{firstGPU, secondGPU}) {
+			t.Errorf("published %v, but a claim was allocated the device after the last list", got)
+		}
+	})
+}
+
 func TestFailingListWithdrawsUnhealthyDeviceInTheEnd(t *testing.T) {
 	for name, takes := range map[string]time.Duration{"error": 0, "timeout": 2 * clusterTimeout} {
 		t.Run(name, func(t *testing.T) {
