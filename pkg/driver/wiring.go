@@ -122,7 +122,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead.NewerLeads)
 	verdicts := loop.New(ctx, loop.Options{
-		Rules: set.XIDRules, StateDir: cfg.StateDir(), BootID: state.bootID,
+		StateDir: cfg.StateDir(), BootID: state.bootID,
 		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})

@@ -21,7 +21,7 @@ const (
 
 // Monitor derives verdicts from signals. Only one goroutine may use it. Readers use a [View].
 type Monitor struct {
-	rules Rules
+	rules Rules // nil until they are known
 	cards map[device.PCIAddress]*card
 	// forgotten has the PCI addresses of removed cards. If the watcher process still reports such a
 	// card as lost, the monitor ignores the report.
@@ -56,7 +56,8 @@ type EventKey struct {
 }
 
 // New returns a monitor that waits for signals from now on. A card is Healthy until a signal
-// reports a fault, and becomes Unknown if no signal arrives for a while. rules are an admin's.
+// reports a fault, and becomes Unknown if no signal arrives for a while. rules are an admin's, or nil
+// until SetRules.
 func New(rules Rules, now time.Time) *Monitor {
 	return &Monitor{
 		rules: rules, cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},

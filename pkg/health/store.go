@@ -100,7 +100,8 @@ func (s savedState) validate() error {
 }
 
 // merge adds the saved findings to the monitor. XIDs get their state from the current rules,
-// because an admin may have changed the rules since.
+// because an admin may have changed the rules since. Until the rules are known they keep the saved
+// state, so that no rules of another node's configuration drop a finding.
 func (m *Monitor) merge(saved savedState, now time.Time) {
 	before := m.lastLoad
 	m.lastLoad = now
@@ -141,7 +142,7 @@ func (m *Monitor) merge(saved savedState, now time.Time) {
 // applyRules gives a finding about an XID the state that the present rules set. It returns false if
 // they ignore the XID.
 func (m *Monitor) applyRules(f *Finding) bool {
-	if f.XID == 0 {
+	if f.XID == 0 || m.rules == nil {
 		return true
 	}
 	meaning := m.rules.XID(f.XID)

@@ -85,7 +85,20 @@ func TestNewRulesApplyToSavedFindings(t *testing.T) {
 	w.sendXID(95)
 	w = w.restart(s, Rules{79: Reported, 95: Ignored})
 	w.wantState(gpuName, Healthy)
+	w = w.restart(s, Rules{})
+	w.wantState(gpuName, Unhealthy)
+}
+
+// A plugin knows the rules only after it has read the labels of its Node.
+func TestSavedFindingsStayUntilRulesAreKnown(t *testing.T) {
+	s, _ := newStore()
+	breaking := Rules{13: Breaking}
+	w := newTestMonitor(t, breaking)
+	w.sendXID(13)
 	w = w.restart(s, nil)
+	w.wantState(gpuName, Unhealthy)
+	w.advance(2 * quietPeriod)
+	w.SetRules(breaking)
 	w.wantState(gpuName, Unhealthy)
 }
 

@@ -74,8 +74,6 @@ type Reporter interface {
 
 // Options has the settings and the dependencies of a Loop.
 type Options struct {
-	// Rules are the admin's rules for XIDs, until SetRules.
-	Rules health.Rules
 	// StateDir is the directory in which the findings are saved. BootID identifies the node's boot.
 	StateDir, BootID string
 	Inventory        Inventory
@@ -129,7 +127,7 @@ func New(ctx context.Context, o Options) *Loop {
 	if o.Watch == nil {
 		return l
 	}
-	l.monitor = health.New(o.Rules, time.Now())
+	l.monitor = health.New(nil, time.Now())
 	l.load(ctx)
 	l.syncCards()
 	l.monitor.Changes() // drop the saved findings, which were reported before the restart
@@ -166,7 +164,7 @@ func (l *Loop) Stale(now time.Time) bool {
 // SetLeader tells the loop whether this plugin instance is the leader.
 func (l *Loop) SetLeader(is bool) { replaceLatest(l.leader, is) }
 
-// SetRules replaces the admin's rules for XIDs, also for the findings that exist.
+// SetRules sets the admin's rules for XIDs, also for the findings that exist.
 func (l *Loop) SetRules(rules health.Rules) { replaceLatest(l.rules, rules) }
 
 // adminRequests are what the Node's annotations say about its GPUs.
