@@ -32,8 +32,9 @@ type chooser struct {
 	mu       sync.Mutex
 	document settings.Document
 	labels   map[string]string
-	// inForce is the name of the configuration in force, and applied are its values. Before the Node's
-	// labels are known inForce is empty, and the default configuration is in force.
+	// inForce is the name of the configuration in force, and applied are its values. Before the first
+	// choice inForce is empty. Then shares and effects are those of the default configuration, and no
+	// GPU's partitions are changed.
 	inForce string
 	applied settings.Values
 }
@@ -93,6 +94,11 @@ func (c *chooser) choose(ctx context.Context) {
 		return // before the first look at the Node
 	}
 	name, why, err := c.document.Choose(c.labels)
+	if err != nil && c.inForce == "" {
+		message := "No partitions are changed until this is correct: " + err.Error()
+		c.events.EventOnChange(events.ConfigurationIgnored, message, message)
+		return
+	}
 	if err != nil {
 		c.warn(err)
 		return

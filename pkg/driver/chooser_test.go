@@ -33,6 +33,25 @@ func (a *appliedSettings) all() string {
 	return strings.Join(a.modes, " ")
 }
 
+// Under the values for all nodes the plugin could destroy partitions that the node's configuration
+// keeps.
+func TestWrongLabelAtStartAppliesNothing(t *testing.T) {
+	document, err := settings.Parse([]byte("{mig: {policy: adopt}, configurations: {keep: {mig: {policy: static}}}}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	applied, recorded := &appliedSettings{}, record.NewFakeRecorder(10)
+	c := &chooser{document: document, events: events.NewFor(recorded, "node"), apply: applied.apply}
+	c.SetLabels(t.Context(), map[string]string{settings.Label: "kept"})
+	if got := <-recorded.Events; applied.all() != "" || !strings.Contains(got, "No partitions are changed") || !strings.Contains(got, `"kept"`) {
+		t.Errorf("applied %q, and wrote the Event %q", applied.all(), got)
+	}
+	c.SetLabels(t.Context(), map[string]string{settings.Label: "keep"})
+	if applied.all() != "static" {
+		t.Errorf("applied %q", applied.all())
+	}
+}
+
 func TestConfigurationFollowsLabelsAndFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "settings.yaml")
 	write := func(text string) {

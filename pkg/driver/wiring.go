@@ -138,7 +138,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return used.Claims, used.GPUs, err
 	})
 	publisher := publish.New(publish.Options{
-		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Policies: set.Policies, Shares: set.Shares, Effects: set.Effects,
+		Client: parts.Client, NodeName: cfg.NodeName, Leader: lead, Shares: set.Shares, Effects: set.Effects,
 		RequireValidation: cfg.RequireValidation, Node: node, Health: verdicts, Claims: claims, Events: recorder, Metrics: parts.Metrics,
 	})
 	parts.Metrics.ReadOccupancy(occupancy.Source{NodeName: cfg.NodeName, Node: node, Publisher: publisher, Claims: claims}.Read)

@@ -56,8 +56,8 @@ type EventKey struct {
 }
 
 // New returns a monitor that waits for signals from now on. A card is Healthy until a signal
-// reports a fault, and becomes Unknown if no signal arrives for a while. rules are an admin's, or nil
-// until SetRules.
+// reports a fault, and becomes Unknown if no signal arrives for a while. rules are an admin's, or
+// nil until SetRules.
 func New(rules Rules, now time.Time) *Monitor {
 	return &Monitor{
 		rules: rules, cards: map[device.PCIAddress]*card{}, forgotten: map[device.PCIAddress]bool{}, counts: map[EventKey]uint64{},

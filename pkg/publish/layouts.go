@@ -45,12 +45,10 @@ type Layouts struct {
 	retainer *retainer
 
 	mu sync.Mutex
-	// configured are the policies from the plugin's configuration. annotated are the policies from the
-	// Node's annotation, which take precedence.
-	configured, annotated device.Policies
-	// annotationKnown is true once the Node's annotation was read. Until then the plugin changes no
-	// GPU, because the annotation may forbid changes.
-	annotationKnown bool
+	// configured are the policies from the configuration that the Node's labels choose. annotated are
+	// the policies from the Node's annotation, which take precedence. They are nil until they are
+	// known. Until then the plugin changes no GPU, because they may forbid changes.
+	configured, annotated *device.Policies
 	// decided maps each GPU's name to how that GPU was last offered, before any change for allocated
 	// devices. The map is replaced and never modified.
 	decided map[string]decision
@@ -62,11 +60,10 @@ type decision struct {
 	foreign  []device.Instance // MIG instances of an admin, confirmed by a query of the GPU
 }
 
-// NewLayouts returns Layouts that follow the configured policies.
-func NewLayouts(ownership Ownership, cluster Cluster, configured device.Policies) *Layouts {
+// NewLayouts returns Layouts that change no GPU until SetConfigured and SetNodePolicies.
+func NewLayouts(ownership Ownership, cluster Cluster) *Layouts {
 	return &Layouts{
-		ownership: ownership, retainer: &retainer{records: ownership, cluster: cluster},
-		configured: configured, decided: map[string]decision{},
+		ownership: ownership, retainer: &retainer{records: ownership, cluster: cluster}, decided: map[string]decision{},
 	}
 }
 
@@ -78,25 +75,31 @@ func (l *Layouts) Reset() { l.retainer.Reset() }
 func (l *Layouts) SetConfigured(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.configured = p
+	l.configured = &p
 }
 
 // SetNodePolicies sets the policies from the Node's annotation.
 func (l *Layouts) SetNodePolicies(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.annotated, l.annotationKnown = p, true
+	l.annotated = &p
 }
 
-// policies returns a function that returns the policy of a GPU. Until the Node's annotation was
-// read, that is the policy static for all GPUs.
+// policies returns a function that returns the policy of a GPU. Until the policies are known, that
+// is the policy static for all GPUs.
 func (l *Layouts) policies() func(device.GPU) device.Policy {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !l.annotationKnown {
-		return device.Policies{}.For
+	p, _ := l.known()
+	return p.For
+}
+
+// known returns the policies, if they are known. The caller holds l.mu.
+func (l *Layouts) known() (_ device.Policies, ok bool) {
+	if l.configured == nil || l.annotated == nil {
+		return device.Policies{}, false
 	}
-	return l.configured.And(l.annotated).For
+	return l.configured.And(*l.annotated), true
 }
 
 // Decide returns how each GPU of the snapshot is offered. counters is true if the cluster supports
@@ -220,7 +223,7 @@ func (l *Layouts) HandedOver() []device.GPU {
 }
 
 // MIGModeUnneeded returns the GPUs in MIG mode whose policy creates no partitions. It returns no
-// GPU before the Node's annotation is known.
+// GPU before the policies are known.
 func (l *Layouts) MIGModeUnneeded() []device.GPU {
 	return l.gpusWhere(func(d decision, p device.Policy) bool {
 		return d.offering.MIG != nil && d.offering.MIG.Enabled && !p.CreatesInstances()
@@ -228,14 +231,14 @@ func (l *Layouts) MIGModeUnneeded() []device.GPU {
 }
 
 // gpusWhere returns the GPUs for which the function is returns true, called with the last decision
-// and with the policy that takes effect. It returns no GPU before the Node's annotation is known.
+// and with the policy that takes effect. It returns no GPU before the policies are known.
 func (l *Layouts) gpusWhere(is func(decision, device.Policy) bool) []device.GPU {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !l.annotationKnown {
+	policies, known := l.known()
+	if !known {
 		return nil
 	}
-	policies := l.configured.And(l.annotated)
 	var gpus []device.GPU
 	for _, d := range l.decided {
 		g := d.offering.GPU

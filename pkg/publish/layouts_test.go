@@ -63,7 +63,8 @@ func halvesWith(instances ...device.Instance) inventory.Snapshot {
 // policies.
 func newAnnotatedLayouts(r *fakeRecords, rules string) *Layouts {
 	configured, _ := settings.ParseMIG("dynamic")
-	l := NewLayouts(r, &fakeCluster{}, configured)
+	l := NewLayouts(r, &fakeCluster{})
+	l.SetConfigured(configured)
 	policies, _ := settings.ParseMIG(rules)
 	l.SetNodePolicies(policies)
 	return l
@@ -161,22 +162,32 @@ func TestBusyGPUKeepsItsLastLayout(t *testing.T) {
 	}
 }
 
-func TestNoPartitionsBeforeNodeAnnotationIsKnown(t *testing.T) {
+func TestNoPartitionsBeforePoliciesAreKnown(t *testing.T) {
 	adopt, err := settings.ParseMIG("adopt")
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := NewLayouts(&fakeRecords{onCard: []device.Instance{instance(1, 0)}}, &fakeCluster{}, adopt)
-	got, _ := publishOnce(t, l, halvesWith(instance(1, 0)))
-	if !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 {
-		t.Error(got, l.HandedOver())
-	}
-	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
-		t.Error(got)
-	}
-	l.SetNodePolicies(device.Policies{})
-	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes) {
-		t.Error(got)
+	configure := func(l *Layouts) { l.SetConfigured(adopt) }
+	annotate := func(l *Layouts) { l.SetNodePolicies(device.Policies{}) }
+	for name, order := range map[string][]func(*Layouts){
+		"the annotation comes last":    {configure, annotate},
+		"the configuration comes last": {annotate, configure},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := NewLayouts(&fakeRecords{onCard: []device.Instance{instance(1, 0)}}, &fakeCluster{})
+			order[0](l)
+			got, _ := publishOnce(t, l, halvesWith(instance(1, 0)))
+			if !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 || len(l.MIGModeUnneeded()) != 0 {
+				t.Error(got, l.HandedOver(), l.MIGModeUnneeded())
+			}
+			if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
+				t.Error(got)
+			}
+			order[1](l)
+			if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes) {
+				t.Error(got)
+			}
+		})
 	}
 }
 
@@ -186,7 +197,8 @@ func TestNodePoliciesOverrideConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := &fakeRecords{onCard: []device.Instance{instance(1, 0)}}
-	l := NewLayouts(r, &fakeCluster{}, configured)
+	l := NewLayouts(r, &fakeCluster{})
+	l.SetConfigured(configured)
 	l.SetNodePolicies(device.Policies{})
 	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
 		t.Error(got)

@@ -23,9 +23,8 @@ type Options struct {
 	Client   kubernetes.Interface
 	NodeName string
 	Leader   *leader.Lock
-	// Policies and Shares are the configured MIG policies and share rules, until SetSettings.
-	Policies device.Policies
-	Shares   device.ShareRules
+	// Shares are the configured share rules, until SetSettings.
+	Shares device.ShareRules
 	// Effects are the configured taint effects by health state, until SetSettings.
 	Effects health.Effects
 	// RequireValidation taints a GPU that comes, or comes back after a reset, until a check has
@@ -83,7 +82,7 @@ func New(o Options) *Publisher {
 	p := &Publisher{
 		opts: o, cluster: cluster, rebuild: make(chan struct{}, 1),
 		builder: &builder{
-			layouts:       NewLayouts(o.Claims, cluster, o.Policies),
+			layouts:       NewLayouts(o.Claims, cluster),
 			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
 		},
 	}
@@ -99,8 +98,8 @@ func (p *Publisher) ClaimEnded() {
 	}
 }
 
-// SetSettings replaces the configured MIG policies, share rules and taint effects. Devices that
-// claims hold stay published as they are.
+// SetSettings sets the configured MIG policies, share rules and taint effects. Devices that claims
+// hold stay published as they are.
 func (p *Publisher) SetSettings(policies device.Policies, shares device.ShareRules, effects health.Effects) {
 	p.builder.layouts.SetConfigured(policies)
 	p.builder.shares.Store(&shares)

@@ -102,6 +102,7 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 		Node: u.node, Health: u.health, Effects: effects, Claims: u.records,
 		Events: noEvents{}, Metrics: metrics.New("test"),
 	})
+	u.publisher.SetSettings(device.Policies{}, device.ShareRules{}, effects)
 	return u
 }
 

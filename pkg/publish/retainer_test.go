@@ -110,7 +110,8 @@ func newNode(t *testing.T, policy string) *node {
 // policy.
 func (n *node) restartPlugin(t *testing.T, policy string) {
 	t.Helper()
-	n.layouts = NewLayouts(n.fakeRecords, n.fakeCluster, device.Policies{})
+	n.layouts = NewLayouts(n.fakeRecords, n.fakeCluster)
+	n.layouts.SetConfigured(device.Policies{})
 	n.setPolicy(t, policy)
 }
 

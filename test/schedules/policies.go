@@ -178,7 +178,8 @@ func (s *policyRun) restart() {
 	if err := s.plugin.Recover(s.plugin.ctx); err != nil {
 		s.violates("the plugin does not recover: %v", err)
 	}
-	s.layouts = publish.NewLayouts(s.plugin, s, s.policies(s.configured))
+	s.layouts = publish.NewLayouts(s.plugin, s)
+	s.layouts.SetConfigured(s.policies(s.configured))
 	s.layouts.Reset()
 	s.follow()
 }
