@@ -58,6 +58,7 @@ func newCommand(out, errOut io.Writer) *cobra.Command {
 			return fmt.Errorf("output %q is unknown: use json, yaml or wide", o.output)
 		}
 	}
+	root.SetFlagErrorFunc(func(c *cobra.Command, err error) error { return fmt.Errorf("%w. Usage: %s", err, c.UseLine()) })
 	root.AddCommand(o.explainCommand(), o.statusCommand(), o.doctorCommand(), o.migrateCommand(), o.gatherCommand(), o.slicesCommand())
 	return root
 }
@@ -72,6 +73,9 @@ func (o *options) config() clientcmd.ClientConfig {
 // client returns a client of the cluster.
 func (o *options) client() (*kubernetes.Clientset, error) {
 	config, err := o.config().ClientConfig()
+	if clientcmd.IsEmptyConfig(err) {
+		return nil, errors.New("there is no kubeconfig: set --kubeconfig or $KUBECONFIG, or read an archive with --archive")
+	}
 	if err != nil {
 		return nil, fmt.Errorf("read the kubeconfig: %w", err)
 	}
@@ -138,27 +142,49 @@ func (o *options) warn(s *fleet.Snapshot) {
 	}
 }
 
+// usage adds the usage of the command to an error about its arguments.
+func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		if err := check(c, args); err != nil {
+			return fmt.Errorf("%w. Usage: %s", err, c.UseLine())
+		}
+		return nil
+	}
+}
+
+// kinds are what explain explains, by the words for it.
+var kinds = map[string]func(*explain.Explainer, context.Context, string, string) (*explain.Report, error){
+	"pod": (*explain.Explainer).Pod, "pods": (*explain.Explainer).Pod, "po": (*explain.Explainer).Pod,
+	"claim": (*explain.Explainer).Claim, "claims": (*explain.Explainer).Claim,
+	"resourceclaim": (*explain.Explainer).Claim, "resourceclaims": (*explain.Explainer).Claim,
+}
+
 func (o *options) explainCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "explain pod|claim NAME",
 		Short: "Say why a Pod or claim is where it is, and what would make it fit",
-		Args:  cobra.ExactArgs(2),
+		Long: "Say why a Pod or claim is where it is, and what would make it fit.\n\n" +
+			"The NAME may have its namespace: team-a/train, as the answers write it.",
+		Args: usage(func(c *cobra.Command, args []string) error {
+			if err := cobra.ExactArgs(2)(c, args); err != nil {
+				return err
+			}
+			if kinds[args[0]] == nil {
+				return fmt.Errorf("%q is neither pod nor claim", args[0])
+			}
+			return nil
+		}),
 		RunE: func(c *cobra.Command, args []string) error {
 			s, err := o.read(c.Context())
 			if err != nil {
 				return err
 			}
 			o.warn(s)
-			e := explain.New(s)
-			ask := e.Pod
-			switch args[0] {
-			case "pod", "pods", "po":
-			case "claim", "claims", "resourceclaim", "resourceclaims":
-				ask = e.Claim
-			default:
-				return fmt.Errorf("%q is neither pod nor claim", args[0])
+			namespace, name := o.namespaceOr(), args[1]
+			if before, after, both := strings.Cut(name, "/"); both {
+				namespace, name = before, after
 			}
-			report, err := ask(c.Context(), o.namespaceOr(), args[1])
+			report, err := kinds[args[0]](explain.New(s), c.Context(), namespace, name)
 			if err != nil {
 				return err
 			}
@@ -185,7 +211,7 @@ func (o *options) statusCommand() *cobra.Command {
 		Long: "Show the GPUs of each node with their claims, free capacity and taints.\n\n" +
 			"With a NODE or -o wide it draws each GPU as a bar with a character for each memory slice.\n" +
 			"A dot is free, a letter is the claim that is listed below with it.",
-		Args: cobra.MaximumNArgs(1),
+		Args: usage(cobra.MaximumNArgs(1)),
 		RunE: func(c *cobra.Command, args []string) error {
 			s, err := o.read(c.Context())
 			if err != nil {
@@ -196,7 +222,7 @@ func (o *options) statusCommand() *cobra.Command {
 			if len(args) > 0 {
 				node = args[0]
 				if s.Node(node) == nil {
-					return fmt.Errorf("node %s does not exist", node)
+					return fmt.Errorf("node %s does not exist: kubectl gpu status lists the nodes with GPUs", node)
 				}
 			}
 			report := status.Of(s, node)
@@ -242,7 +268,10 @@ func (o *options) doctorCommand() *cobra.Command {
 }
 
 func (o *options) migrateCommand() *cobra.Command {
-	c := &cobra.Command{Use: "migrate", Short: "Help with a move from another driver of NVIDIA GPUs"}
+	c := &cobra.Command{
+		Use: "migrate", Short: "Help with a move from another driver of NVIDIA GPUs", Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error { return c.Help() },
+	}
 	c.AddCommand(&cobra.Command{
 		Use:   "check",
 		Short: "List what would change with this driver. The exit code is 3 if something would",
@@ -253,7 +282,10 @@ func (o *options) migrateCommand() *cobra.Command {
 				return err
 			}
 			o.warn(s)
-			report := migrate.Check(s)
+			report, err := migrate.Check(s)
+			if err != nil {
+				return err
+			}
 			if err := o.print(report, report.Text); err != nil {
 				return err
 			}
@@ -276,7 +308,7 @@ func (o *options) completeNames(ctx context.Context, kind string) []string {
 	}
 	namespace := o.namespaceOr()
 	var all []string
-	if kind == "claim" {
+	if strings.Contains(kind, "claim") {
 		for _, c := range s.Claims {
 			if c.Namespace == namespace {
 				all = append(all, c.Name)
@@ -306,6 +338,9 @@ func (o *options) gatherCommand() *cobra.Command {
 			"With --logs it also has the end of the logs of the driver's Pods, without tokens and passwords.",
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
+			if maxBytes < 1 {
+				return fmt.Errorf("--max-bytes is %d: use a number of bytes", maxBytes)
+			}
 			s, err := o.read(c.Context())
 			if err != nil {
 				return err
@@ -319,14 +354,21 @@ func (o *options) gatherCommand() *cobra.Command {
 				file = "gpu-gather-" + now.UTC().Format("20060102-150405") + ".tar.gz"
 			}
 			f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+			if errors.Is(err, os.ErrExist) {
+				return fmt.Errorf("%w: name another file with -f", err)
+			}
 			if err != nil {
 				return err
 			}
 			m, err := s.WriteArchive(f, fleet.ArchiveOptions{Program: version, Time: now, Pods: pods, MaxBytes: maxBytes, Logs: logs})
 			if err := errors.Join(err, f.Close()); err != nil {
-				return fmt.Errorf("write %s: %w", file, err)
+				return errors.Join(fmt.Errorf("write %s: %w", file, err), os.Remove(file))
 			}
-			return o.print(m, func(w io.Writer, _ bool) {
+			written := struct {
+				Archive string `json:"archive"`
+				fleet.Manifest
+			}{file, m}
+			return o.print(written, func(w io.Writer, _ bool) {
 				fmt.Fprintf(w, "Wrote %s\n", file)
 				for _, part := range m.Files {
 					fmt.Fprintf(w, "  %-28s %9d bytes\n", part.Name, part.Bytes)
@@ -377,8 +419,9 @@ func (o *options) slicesCommand() *cobra.Command {
 		Short: "Print the ResourceSlices of a node that does not exist yet, for an autoscaler",
 		Long: "Print the ResourceSlices of a node that does not exist yet, for an autoscaler.\n\n" +
 			"A MODEL is a name from the list below, or a file that gpu-kubelet-plugin inventory -o model wrote.\n" +
-			"For a NODE it prints what this node publishes, as a new node would.\n\nModels: " + strings.Join(slices.Known(), ", "),
-		Args: cobra.ExactArgs(1),
+			"For a NODE it prints what this node publishes, as a new node would. The output is YAML, or JSON\n" +
+			"with -o json.\n\nModels: " + strings.Join(slices.Known(), ", "),
+		Args: usage(cobra.ExactArgs(1)),
 		RunE: func(c *cobra.Command, args []string) error {
 			if autoscaler != forKarpenter && autoscaler != forClusterAutoscaler {
 				return fmt.Errorf("--for is %q: use %s or %s", autoscaler, forKarpenter, forClusterAutoscaler)

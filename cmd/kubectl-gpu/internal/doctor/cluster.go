@@ -23,7 +23,7 @@ const manyNodes = 50
 func unread(s *fleet.Snapshot) []Finding {
 	var all []Finding
 	for _, what := range s.Missing {
-		all = append(all, Finding{Note, "not-read", "Not read: " + what, "give the user of this command the right to list them"})
+		all = append(all, Finding{Note, "not-read", "Not read: " + what, "let the user read them: docs/kubectl-gpu.md has a ClusterRole"})
 	}
 	return all
 }
@@ -58,7 +58,7 @@ func versions(s *fleet.Snapshot) []Finding {
 	if n := len(counted); n > 0 && v.LessThan(version.MustParseGeneric("1.37.0")) {
 		f := Finding{Note, "slow-scheduler", fmt.Sprintf(
 			"%d nodes publish counters. Before 1.37 the scheduler's time grows with the square of such nodes (kubernetes PR 138917)", n),
-			"upgrade to Kubernetes 1.37, or set mig.policy=static where no claim needs partitions"}
+			"upgrade to Kubernetes 1.37. If no claim needs partitions: " + helmSet(s, "mig.policy=static")}
 		if n >= manyNodes {
 			f.Severity = Warning
 		}
@@ -67,7 +67,7 @@ func versions(s *fleet.Snapshot) []Finding {
 	if shared && v.LessThan(version.MustParseGeneric("1.36.2")) {
 		all = append(all, Finding{Error, "shares-version",
 			"Kubernetes " + s.Version + " allocates a whole GPU while shares of it are in use",
-			"upgrade to 1.36.2 or later, or remove shares from the chart's values"})
+			"upgrade to Kubernetes 1.36.2 or later. If no claim needs shares: " + helmSet(s, "shares=null")})
 	}
 	return all
 }
@@ -97,13 +97,18 @@ func gates(s *fleet.Snapshot) []Finding {
 	}
 	if len(s.Gates) == 0 {
 		all = append(all, Finding{Note, "gate", "The API server's feature gates could not be read. The defaults of its version are assumed",
-			"let the user read the path /metrics (ClusterRole with nonResourceURLs)"})
+			"let the user read the path /metrics: docs/kubectl-gpu.md has a ClusterRole"})
 	}
 	return all
 }
 
 // component is the label by which the chart marks the plugin.
 const component = "app.kubernetes.io/component"
+
+// isPlugin reports whether the labels are those of the chart's plugin.
+func isPlugin(labels map[string]string) bool {
+	return labels["app.kubernetes.io/name"] == "gpu-dra-driver" && labels[component] == "kubelet-plugin"
+}
 
 // plugin checks the driver's DaemonSets and their Pods.
 func plugin(s *fleet.Snapshot) []Finding {
@@ -113,36 +118,34 @@ func plugin(s *fleet.Snapshot) []Finding {
 		if d.Labels["app.kubernetes.io/name"] != "gpu-dra-driver" {
 			continue
 		}
-		found = found || d.Labels[component] == "kubelet-plugin"
+		found = found || isPlugin(d.Labels)
 		status := d.Status
 		if ready, want := status.NumberReady, status.DesiredNumberScheduled; ready < want {
 			all = append(all, Finding{Error, "plugin-not-ready",
 				fmt.Sprintf("DaemonSet %s is ready on %d of %d nodes", fleet.Key(d), ready, want),
 				fmt.Sprintf("kubectl -n %s describe pods -l %s=%s shows the reason of each Pod", d.Namespace, component, d.Labels[component])})
 		}
-		if updated, want := status.UpdatedNumberScheduled, status.DesiredNumberScheduled; updated < want &&
-			d.Labels[component] == "kubelet-plugin" {
+		if updated, want := status.UpdatedNumberScheduled, status.DesiredNumberScheduled; updated < want && isPlugin(d.Labels) {
 			all = append(all, Finding{Warning, "plugin-outdated",
 				fmt.Sprintf("DaemonSet %s is updated on %d of %d nodes", fleet.Key(d), updated, want),
 				fmt.Sprintf("kubectl -n %s rollout status daemonset/%s", d.Namespace, d.Name)})
 		}
 	}
-	if !found {
-		all = append(all, Finding{Error, "no-plugin", "The driver's DaemonSet is not installed, or cannot be read",
-			"install the chart: docs/install.md"})
+	if !found && !s.Lacks(fleet.DaemonSets) {
+		all = append(all, Finding{Error, "no-plugin", "The driver's DaemonSet is not installed",
+			"helm install gpu-dra-driver CHART --namespace gpu-dra-driver: docs/install.md"})
 	}
 	published := s.SlicesOf()
 	var without []string
 	for _, p := range s.Pods {
-		if p.Labels["app.kubernetes.io/name"] == "gpu-dra-driver" && p.Labels[component] == "kubelet-plugin" && p.Spec.NodeName != "" &&
-			len(published[p.Spec.NodeName]) == 0 {
+		if isPlugin(p.Labels) && p.Spec.NodeName != "" && len(published[p.Spec.NodeName]) == 0 {
 			without = append(without, p.Spec.NodeName)
 		}
 	}
 	if len(without) > 0 {
 		all = append(all, Finding{Note, "no-gpus",
 			fmt.Sprintf("The plugin runs on %s, but publishes nothing there", some(slices.Compact(without))),
-			"expected on nodes without an NVIDIA GPU. Otherwise read the plugin's log and Events there"})
+			"nothing, if these nodes have no NVIDIA GPU. Otherwise kubectl describe node " + without[0] + " shows the plugin's Events"})
 	}
 	return all
 }
@@ -152,11 +155,12 @@ var repairs = map[string]string{
 	"cdi-disabled":         "enable CDI in the container runtime, and restart it: docs/install.md",
 	"cdi-directory":        "let the container runtime read the chart's cdiRoot",
 	"hook-missing":         "restart the plugin's Pod, which installs the hook",
-	"hardware-released":    "end the release when the driver upgrade is done: docs/health.md",
+	"hardware-released":    "kubectl annotate node NODE gpu.nvidia.com/release-driver- when the driver upgrade is done: docs/health.md",
 	"device-plugin":        "keep NVIDIA's device plugin off these nodes with a nodeSelector",
 	"base-spec-unwritable": "make cdiRoot writable for the plugin: is the disk full or read-only?",
 	"driver-missing":       "load the NVIDIA driver: the plugin's Event names the missing part",
 	"scan-failed":          "run nvidia-smi on the node: the driver does not answer",
+	"not-scanned":          "run nvidia-smi on the node: the driver does not answer",
 	"no-gpu":               "run nvidia-smi on the node: the driver lists no GPU",
 }
 
@@ -176,23 +180,15 @@ func notReady(s *fleet.Snapshot) []Finding {
 		}
 	}
 	var all []Finding
-	for _, code := range sorted(nodes) {
+	for _, code := range sortedKeys(nodes) {
 		repair, known := repairs[code]
 		if !known {
-			repair = "read the Events of the node: docs/operations.md"
+			repair = "kubectl describe node NODE shows the plugin's Events: docs/operations.md"
 		}
+		repair = strings.ReplaceAll(repair, "NODE", sortedKeys(nodes[code])[0])
 		all = append(all, Finding{Error, "not-ready", fmt.Sprintf("Nodes prepare no claims (%s): %s", code, namesIn(nodes[code])), repair})
 	}
 	return all
-}
-
-func sorted[V any](m map[string]V) []string {
-	var keys []string
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
 }
 
 // tainted counts GPUs with other taints.
@@ -209,7 +205,7 @@ func tainted(s *fleet.Snapshot) []Finding {
 				if t.Key == device.DriverName+"/not-ready" {
 					continue
 				}
-				text := strings.TrimSuffix(t.Key+"="+t.Value, "=") + ":" + string(t.Effect)
+				text := fleet.TaintText(t)
 				if gpus[text] == nil {
 					gpus[text] = map[string]bool{}
 				}
@@ -222,7 +218,7 @@ func tainted(s *fleet.Snapshot) []Finding {
 		}
 	}
 	var all []Finding
-	for _, text := range sorted(gpus) {
+	for _, text := range sortedKeys(gpus) {
 		all = append(all, Finding{severity[text], "taint", fmt.Sprintf("GPUs have the taint %s: %s", text, namesIn(gpus[text])),
 			"docs/health.md says what each taint means and how it ends"})
 	}
@@ -233,18 +229,8 @@ func tainted(s *fleet.Snapshot) []Finding {
 func pools(s *fleet.Snapshot) []Finding {
 	var all []Finding
 	incomplete := map[string]bool{}
-	for name, slicesOfNode := range s.SlicesOf() {
-		newest, have, want := int64(-1), int64(0), int64(0)
-		for _, slice := range slicesOfNode {
-			p := slice.Spec.Pool
-			switch {
-			case p.Generation > newest:
-				newest, have, want = p.Generation, 1, p.ResourceSliceCount
-			case p.Generation == newest:
-				have++
-			}
-		}
-		if have < want {
+	for name, published := range s.SlicesOf() {
+		if newest := fleet.Newest(published); int64(len(newest)) < newest[0].Spec.Pool.ResourceSliceCount {
 			incomplete[name] = true
 		}
 		if s.Node(name) == nil {
@@ -254,7 +240,7 @@ func pools(s *fleet.Snapshot) []Finding {
 	}
 	if len(incomplete) > 0 {
 		all = append(all, Finding{Warning, "incomplete", "The slices of these nodes are incomplete: " + namesIn(incomplete),
-			"wait a minute and run this again. If it stays, read the plugin's log on the node"})
+			"wait a minute and run this again. If it stays: kubectl gpu gather --logs 1000 has the plugin's logs"})
 	}
 	slices.SortFunc(all, func(a, b Finding) int { return strings.Compare(a.Problem, b.Problem) })
 	return all
@@ -263,14 +249,15 @@ func pools(s *fleet.Snapshot) []Finding {
 // policies shows the settings in force that decide what is published.
 func policies(s *fleet.Snapshot) []Finding {
 	var all []Finding
-	for _, name := range sorted(s.Configs) {
+	for _, name := range sortedKeys(s.Configs) {
 		var config struct {
 			MPS      bool   `json:"mps"`
 			Conflict string `json:"devicePluginConflict"`
 		}
 		set, err := settings.Parse([]byte(s.Settings[name]))
 		if err = errors.Join(err, yaml.Unmarshal([]byte(s.Configs[name]), &config)); err != nil {
-			all = append(all, Finding{Warning, "config", fmt.Sprintf("ConfigMap %s cannot be read: %v", name, err), "upgrade the chart's release"})
+			all = append(all, Finding{Warning, "config", fmt.Sprintf("ConfigMap %s cannot be read: %v", name, err),
+				"helm upgrade with the chart of this program's version: docs/operations.md"})
 			continue
 		}
 		kinds := map[string]bool{}
@@ -278,15 +265,15 @@ func policies(s *fleet.Snapshot) []Finding {
 			kinds[string(rule.Kind)] = true
 		}
 		text := fmt.Sprintf("In force by ConfigMap %s: mig.policy=%s shares=%s mps=%t",
-			name, orNone(string(set.MIG.Policy)), orNone(strings.Join(sorted(kinds), ",")), config.MPS)
-		if names := sorted(set.Configurations); len(names) > 0 {
+			name, orNone(string(set.MIG.Policy)), orNone(strings.Join(sortedKeys(kinds), ",")), config.MPS)
+		if names := sortedKeys(set.Configurations); len(names) > 0 {
 			text += ", and on some nodes configurations " + strings.Join(names, ", ")
 		}
 		all = append(all, Finding{Note, "policy", text, ""})
 		if config.Conflict == "warn" {
 			all = append(all, Finding{Warning, "device-plugin-conflict",
 				"devicePluginConflict is warn: this driver and the device plugin may give one GPU to two Pods",
-				"set devicePluginConflict=refuse when the migration is over"})
+				"when the migration is over: " + helmSet(s, "devicePluginConflict=refuse")})
 		}
 	}
 	return all

@@ -5,6 +5,7 @@
 package doctor
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"maps"
@@ -45,7 +46,7 @@ type Report struct {
 
 // checks are all checks, in the order of their findings.
 var checks = []func(*fleet.Snapshot) []Finding{
-	unread, versions, gates, plugin, notReady, tainted, pools, classes, otherDrivers, claims, policies,
+	unread, versions, gates, plugin, notReady, tainted, pools, classes, otherDrivers, predecessor, claims, policies,
 }
 
 // Check makes all checks.
@@ -97,3 +98,18 @@ func some(names []string) string {
 }
 
 func namesIn(set map[string]bool) string { return some(slices.Collect(maps.Keys(set))) }
+
+func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }
+
+// helmSet is the command that changes values of the chart's release. The plugin's DaemonSet names
+// the release.
+func helmSet(s *fleet.Snapshot, values string) string {
+	release, namespace := "RELEASE", "NAMESPACE"
+	for _, d := range s.DaemonSets {
+		if isPlugin(d.Labels) {
+			release = cmp.Or(d.Annotations["meta.helm.sh/release-name"], release)
+			namespace = d.Namespace
+		}
+	}
+	return fmt.Sprintf("helm upgrade %s CHART --namespace %s --reset-then-reuse-values --set %s", release, namespace, values)
+}

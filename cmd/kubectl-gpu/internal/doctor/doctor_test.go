@@ -2,6 +2,9 @@ package doctor_test
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -51,6 +54,39 @@ func TestHealthyClusterHasOnlyNotes(t *testing.T) {
 	}
 }
 
+// Each reason why a node is not ready has a repair of its own.
+func TestReasonsOfNodesHaveRepairs(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "..", "..", "..", "docs", "operations.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(page), "| code | problem | tainted |")
+	table, _, _ = strings.Cut(table, "\n\n")
+	codes := regexp.MustCompile("(?m)^\\| `([a-z-]+)` \\|").FindAllStringSubmatch(table, -1)
+	if len(codes) < 9 {
+		t.Fatalf("the table of reasons has only %v", codes)
+	}
+	for _, code := range codes {
+		c, s := healthy()
+		c.Taint("n1", "", "gpu.nvidia.com/not-ready", code[1], resourceapi.DeviceTaintEffectNoSchedule)
+		for _, f := range doctor.Check(s).Findings {
+			if f.Code == "not-ready" && strings.HasSuffix(f.Repair, "docs/operations.md") {
+				t.Errorf("%s: %s", code[1], f.Repair)
+			}
+		}
+	}
+}
+
+func TestRepairNamesTheRelease(t *testing.T) {
+	_, s := healthy()
+	s.DaemonSets[0].Annotations = map[string]string{"meta.helm.sh/release-name": "gpus"}
+	s.Configs["gpu/config"] = "devicePluginConflict: warn"
+	want := "helm upgrade gpus CHART --namespace gpu --reset-then-reuse-values --set devicePluginConflict=refuse"
+	if r := doctor.Check(s); !slices.ContainsFunc(r.Findings, func(f doctor.Finding) bool { return strings.HasSuffix(f.Repair, want) }) {
+		t.Errorf("%+v", r.Findings)
+	}
+}
+
 func TestFindings(t *testing.T) {
 	other := func(image string) *appsv1.DaemonSet {
 		d := &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "other", Name: "d"}}
@@ -80,6 +116,9 @@ func TestFindings(t *testing.T) {
 		{"gate off", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
 			s.Gates["DRAPartitionableDevices"] = false
 		}, doctor.Error, "gate", "Devices have counters"},
+		{"NVIDIA's DRA driver publishes", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
+			s.Slices[len(s.Slices)-1].Spec.Devices[0].Name = "gpu-0"
+		}, doctor.Warning, "predecessor", "publishes the devices of n1"},
 		{"no plugin", func(_ *fleettest.Cluster, s *fleet.Snapshot) { s.DaemonSets = nil }, doctor.Error, "no-plugin", "not installed"},
 		{"plugin not ready", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
 			s.DaemonSets[0].Status.NumberReady = 0
@@ -130,6 +169,12 @@ func TestFindings(t *testing.T) {
 		{"conflict allowed", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
 			s.Configs["gpu/config"] = "devicePluginConflict: warn"
 		}, doctor.Warning, "device-plugin-conflict", "may give one GPU to two Pods"},
+		{"no right to read DaemonSets", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
+			s.DaemonSets, s.Missing = nil, []string{"DaemonSets: forbidden"}
+		}, doctor.Note, "not-read", "DaemonSets: forbidden"},
+		{"no right to read classes", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
+			s.Classes, s.Missing = nil, []string{"DeviceClasses: forbidden"}
+		}, doctor.Note, "not-read", "DeviceClasses: forbidden"},
 		{"not read", func(_ *fleettest.Cluster, s *fleet.Snapshot) {
 			s.Missing = []string{"Pods: forbidden"}
 		}, doctor.Note, "not-read", "Pods: forbidden"},
@@ -138,6 +183,11 @@ func TestFindings(t *testing.T) {
 			cluster, s := healthy()
 			c.change(cluster, s)
 			r := doctor.Check(s)
+			for _, f := range r.Findings {
+				if f.Repair == "" && f.Severity != doctor.Note {
+					t.Errorf("no repair: %+v", f)
+				}
+			}
 			if !slices.ContainsFunc(r.Findings, func(f doctor.Finding) bool {
 				return f.Severity == c.severity && f.Code == c.code && strings.Contains(f.Problem, c.want)
 			}) {

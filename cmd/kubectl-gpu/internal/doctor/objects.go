@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strings"
 
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/utils/ptr"
@@ -18,9 +17,9 @@ import (
 // classes checks for classes that select nothing, and for two classes with one extended resource.
 func classes(s *fleet.Snapshot) []Finding {
 	var all []Finding
-	if s.Class("gpu.nvidia.com") == nil {
+	if s.Class("gpu.nvidia.com") == nil && !s.Lacks(fleet.Classes) {
 		all = append(all, Finding{Warning, "class", "DeviceClass gpu.nvidia.com does not exist",
-			"set deviceClasses.gpu.enabled=true in the chart's values"})
+			helmSet(s, "deviceClasses.gpu.enabled=true")})
 	}
 	extended := map[string][]string{}
 	cache := cel.NewCache(100, cel.Features{})
@@ -40,14 +39,16 @@ func classes(s *fleet.Snapshot) []Finding {
 				"kubectl edit deviceclass " + c.Name})
 		case !found:
 			all = append(all, Finding{Note, "class-empty",
-				fmt.Sprintf("DeviceClass %s seems to select no published device. Then its claims wait", c.Name), ""})
+				fmt.Sprintf("DeviceClass %s seems to select no published device. Then its claims wait", c.Name),
+				"kubectl get deviceclass " + c.Name + " -o yaml shows its selectors"})
 		}
 	}
-	for _, name := range sorted(extended) {
+	for _, name := range sortedKeys(extended) {
 		if list := extended[name]; len(list) > 1 {
 			all = append(all, Finding{Warning, "extended-resource",
 				fmt.Sprintf("Extended resource %s is offered by several classes: %s", name, some(list)),
-				"remove spec.extendedResourceName from all but one"})
+				"keep it in one class only, and for each of the others: kubectl patch deviceclass " + list[0] +
+					` --type=json -p '[{"op": "remove", "path": "/spec/extendedResourceName"}]'`})
 		}
 	}
 	return all
@@ -115,30 +116,12 @@ func matches(cache *cel.Cache, c *resourceapi.DeviceClass, d *resourceapi.Device
 	return true, nil
 }
 
-func containerOf(image string) func(corev1.Container) bool {
-	return func(c corev1.Container) bool { return strings.Contains(c.Image, image) }
-}
-
-// others has a part of the image's name of each driver that also offers NVIDIA GPUs.
-var others = []struct{ image, what, guide string }{
-	{"k8s-device-plugin", "NVIDIA's device plugin", "docs/migration.md, \"From NVIDIA's device plugin\""},
-	{"gpu-operator", "the GPU Operator", "docs/migration.md, \"From NVIDIA's device plugin\""},
-	{"k8s-dra-driver-gpu", "NVIDIA's DRA driver", "docs/migration.md, \"From NVIDIA's DRA driver\""},
-	{"dra-driver-nvidia-gpu", "NVIDIA's DRA driver", "docs/migration.md, \"From NVIDIA's DRA driver\""},
-	{"mig-manager", "the MIG manager, which changes partitions", "docs/migration.md"},
-}
-
 // otherDrivers checks for other drivers of the same GPUs.
 func otherDrivers(s *fleet.Snapshot) []Finding {
 	var all []Finding
-	for _, d := range s.DaemonSets {
-		for _, o := range others {
-			if slices.ContainsFunc(d.Spec.Template.Spec.Containers, containerOf(o.image)) {
-				all = append(all, Finding{Note, "other-driver", fmt.Sprintf("DaemonSet %s runs %s on %d nodes", fleet.Key(d), o.what,
-					d.Status.DesiredNumberScheduled), o.guide})
-				break
-			}
-		}
+	for _, o := range s.OtherDrivers() {
+		all = append(all, Finding{Note, "other-driver", fmt.Sprintf("DaemonSet %s runs %s on %d nodes", fleet.Key(o.DaemonSet), o.What,
+			o.DaemonSet.Status.DesiredNumberScheduled), o.Guide})
 	}
 	published := s.SlicesOf()
 	both := map[string]bool{}
@@ -151,7 +134,7 @@ func otherDrivers(s *fleet.Snapshot) []Finding {
 	}
 	if len(both) > 0 {
 		all = append(all, Finding{Error, "two-drivers", "NVIDIA's device plugin and this driver offer the same GPUs on " + namesIn(both),
-			"keep one of the two off these nodes with a nodeSelector: docs/migration.md"})
+			"kubectl label nodes " + sortedKeys(both)[0] + " gpu-driver=dra, if both have a nodeSelector for it: docs/migration.md"})
 	}
 	return all
 }
@@ -159,6 +142,24 @@ func otherDrivers(s *fleet.Snapshot) []Finding {
 // isDevicePluginResource is the rule of the plugin's own check (pkg/nodeview).
 func isDevicePluginResource(name string) bool {
 	return name == "nvidia.com/gpu" || name == "nvidia.com/gpu.shared" || strings.HasPrefix(name, "nvidia.com/mig-")
+}
+
+// predecessor checks for nodes where NVIDIA's DRA driver publishes, which has the same name.
+func predecessor(s *fleet.Snapshot) []Finding {
+	nodes := map[string]bool{}
+	for _, slice := range ours(s) {
+		for _, d := range slice.Spec.Devices {
+			kind := ptr.Deref(d.Attributes["type"].StringValue, "")
+			if _, known := device.ParseName(d.Name); !known && (kind == "gpu" || kind == "mig") {
+				nodes[slice.Spec.Pool.Name] = true
+			}
+		}
+	}
+	if len(nodes) == 0 {
+		return nil
+	}
+	return []Finding{{Warning, "predecessor", "NVIDIA's DRA driver publishes the devices of " + namesIn(nodes) +
+		", and this driver does not", "docs/migration.md, \"From NVIDIA's DRA driver\""}}
 }
 
 // claims checks for claims that hold devices for no Pod, or devices that are gone.
@@ -169,7 +170,7 @@ func claims(s *fleet.Snapshot) []Finding {
 			names[fleet.DeviceID{Driver: device.DriverName, Pool: slice.Spec.Pool.Name, Device: d.Name}] = true
 		}
 	}
-	var idle, gone []string
+	var idle, gone []*resourceapi.ResourceClaim
 	for _, c := range s.Claims {
 		if c.Status.Allocation == nil {
 			continue
@@ -181,22 +182,32 @@ func claims(s *fleet.Snapshot) []Finding {
 			}
 			mine = true
 			if !names[fleet.DeviceID{Driver: r.Driver, Pool: r.Pool, Device: r.Device}] {
-				gone = append(gone, fleet.Key(c))
+				gone = append(gone, c)
 				break
 			}
 		}
 		if mine && len(c.Status.ReservedFor) == 0 && c.DeletionTimestamp == nil {
-			idle = append(idle, fleet.Key(c))
+			idle = append(idle, c)
 		}
 	}
 	var all []Finding
 	if len(gone) > 0 {
-		all = append(all, Finding{Warning, "device-gone", "Claims have devices that are not published: " + some(gone),
-			"kubectl gpu explain claim NAME -n NAMESPACE shows the device. Delete the claim's Pods to get another one"})
+		all = append(all, Finding{Warning, "device-gone", "Claims have devices that are not published: " + some(keys(gone)),
+			"kubectl gpu explain claim " + fleet.Key(gone[0]) + " shows the device. Delete the claim's Pods to get another one"})
 	}
 	if len(idle) > 0 {
-		all = append(all, Finding{Note, "idle-claim", fmt.Sprintf("%d claims hold devices, but no Pod uses them: %s", len(idle), some(idle)),
-			"kubectl delete resourceclaim NAME -n NAMESPACE, if no Pod will use it again"})
+		all = append(all, Finding{
+			Note, "idle-claim", "Claims hold devices, but no Pod uses them: " + some(keys(idle)),
+			fmt.Sprintf("kubectl delete resourceclaim %s -n %s, if no Pod will use it again", idle[0].Name, idle[0].Namespace),
+		})
 	}
 	return all
+}
+
+func keys(claims []*resourceapi.ResourceClaim) []string {
+	var names []string
+	for _, c := range claims {
+		names = append(names, fleet.Key(c))
+	}
+	return names
 }

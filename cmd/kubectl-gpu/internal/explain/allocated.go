@@ -66,7 +66,7 @@ func (e *Explainer) claim(c *resourceapi.ResourceClaim) Claim {
 			out.Devices = append(out.Devices, d)
 			continue
 		}
-		d.What = e.what(r, published)
+		d.What = what(r, published)
 		if published != nil {
 			d.Taints = taintTexts(fate{taints: published.Taints})
 			for _, name := range []resourceapi.QualifiedName{"sharing", "memoryLimit"} {
@@ -114,16 +114,16 @@ func (e *Explainer) device(r resourceapi.DeviceRequestAllocationResult) *resourc
 	return nil
 }
 
-func (e *Explainer) what(r resourceapi.DeviceRequestAllocationResult, d *resourceapi.Device) string {
-	name, ok := device.ParseName(r.Device)
-	if !ok {
-		return "device with an unknown name"
+func what(r resourceapi.DeviceRequestAllocationResult, d *resourceapi.Device) string {
+	kind, profile := "", ""
+	if name, ok := device.ParseName(r.Device); ok {
+		kind = name.Type()
 	}
-	profile := ""
 	if d != nil {
+		kind, _ = attribute(pool{r.Driver, r.Pool}, d, device.DriverName+"/type")
 		profile, _ = attribute(pool{r.Driver, r.Pool}, d, device.DriverName+"/profile")
 	}
-	return shapeName(name.Type(), profile)
+	return shapeName(kind, profile)
 }
 
 // settings returns the configuration in force for a device as a list of values.

@@ -18,6 +18,8 @@ const (
 	Free Kind = "free"
 	// Tolerate adds a toleration for a device's taint to a request.
 	Tolerate Kind = "tolerate"
+	// RepairNode makes a node ready that is not. The taint of such a node counts as tolerated.
+	RepairNode Kind = "repair-node"
 	// AskLess lowers the number of devices of a request.
 	AskLess Kind = "ask-less"
 	// AskOther asks for another kind of device.
@@ -121,7 +123,7 @@ func (c Change) ApplyTo(spec *resourceapi.DeviceClaim) {
 func (c Change) applyTo(r request) {
 	f := r.fields()
 	switch c.Kind {
-	case Tolerate:
+	case Tolerate, RepairNode:
 		*f.tolerations = append(*f.tolerations, resourceapi.DeviceToleration{
 			Key: c.Taint.Key, Operator: resourceapi.DeviceTolerationOpEqual, Value: c.Taint.Value, Effect: c.Taint.Effect,
 		})

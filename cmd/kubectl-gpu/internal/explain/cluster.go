@@ -10,8 +10,11 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/sets"
+	resourcehelper "k8s.io/component-helpers/resource"
 	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/deviceclass/extendedresourcecache"
 	"k8s.io/dynamic-resource-allocation/structured"
+	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
@@ -37,6 +40,8 @@ type Explainer struct {
 	shared []*resourceapi.ResourceSlice
 	// used is what the Pods of each node request together.
 	used map[string]corev1.ResourceList
+	// extended finds the class that offers an extended resource.
+	extended *extendedresourcecache.ExtendedResourceCache
 }
 
 type pool struct{ driver, name string }
@@ -46,7 +51,10 @@ func New(s *fleet.Snapshot) *Explainer {
 	e := &Explainer{
 		s: s, features: s.Features(), cache: cel.NewCache(1000, cel.Features{}),
 		holders: map[pool]map[string][]fleet.Holder{}, local: map[string][]*resourceapi.ResourceSlice{},
-		used: map[string]corev1.ResourceList{},
+		used: map[string]corev1.ResourceList{}, extended: extendedresourcecache.NewExtendedResourceCache(klog.Background()),
+	}
+	for _, class := range s.Classes {
+		e.extended.OnAdd(class, true)
 	}
 	for id, holders := range s.Holders() {
 		p := pool{id.Driver, id.Pool}
@@ -81,30 +89,10 @@ func addTo(used map[string]corev1.ResourceList, node string, more corev1.Resourc
 	}
 }
 
-// podRequests returns the CPU and memory that the Pod's containers request together. Init
-// containers that end count only if they need more than all others.
+// podRequests returns what the Pod takes of its node: all that its containers request, and one Pod.
 func podRequests(p *corev1.Pod) corev1.ResourceList {
-	sum := corev1.ResourceList{}
-	for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory} {
-		var total, most resource.Quantity
-		for _, c := range p.Spec.Containers {
-			total.Add(c.Resources.Requests[name])
-		}
-		for _, c := range p.Spec.InitContainers {
-			q := c.Resources.Requests[name]
-			if ptr.Deref(c.RestartPolicy, "") == corev1.ContainerRestartPolicyAlways {
-				total.Add(q)
-			} else if q.Cmp(most) > 0 {
-				most = q
-			}
-		}
-		if most.Cmp(total) > 0 {
-			total = most
-		}
-		if !total.IsZero() {
-			sum[name] = total
-		}
-	}
+	sum := resourcehelper.PodRequests(p, resourcehelper.PodResourcesOptions{})
+	sum[corev1.ResourcePods] = *resource.NewQuantity(1, resource.DecimalSI)
 	return sum
 }
 
@@ -210,6 +198,7 @@ func (e *Explainer) fits(ctx context.Context, q question, node *corev1.Node, s s
 			return false
 		}
 	}
+	s.claims = withoutDevicePlugin(s.claims, node)
 	if len(s.claims) == 0 {
 		return true
 	}
@@ -225,6 +214,7 @@ func (e *Explainer) fails(ctx context.Context, q question, s scenario) bool {
 		if len(e.nodeReasons(q, n)) > 0 {
 			return false
 		}
+		s.claims = withoutDevicePlugin(s.claims, n)
 		_, err := e.allocate(ctx, n, s)
 		return err != nil && !errors.Is(err, errGaveUp)
 	})

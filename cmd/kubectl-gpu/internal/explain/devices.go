@@ -31,7 +31,7 @@ type poolOnNode struct {
 
 // poolsOn returns the pools that have devices for the node.
 func (e *Explainer) poolsOn(node *corev1.Node) []*poolOnNode {
-	newest := map[pool][]*resourceapi.ResourceSlice{}
+	slicesOf := map[pool][]*resourceapi.ResourceSlice{}
 	var order []pool
 	for _, slice := range e.slicesFor(node.Name) {
 		spec := &slice.Spec
@@ -45,20 +45,14 @@ func (e *Explainer) poolsOn(node *corev1.Node) []*poolOnNode {
 			continue
 		}
 		p := pool{spec.Driver, spec.Pool.Name}
-		known := newest[p]
-		switch {
-		case len(known) == 0:
+		if slicesOf[p] == nil {
 			order = append(order, p)
-			newest[p] = []*resourceapi.ResourceSlice{slice}
-		case spec.Pool.Generation > known[0].Spec.Pool.Generation:
-			newest[p] = []*resourceapi.ResourceSlice{slice}
-		case spec.Pool.Generation == known[0].Spec.Pool.Generation:
-			newest[p] = append(known, slice)
 		}
+		slicesOf[p] = append(slicesOf[p], slice)
 	}
 	var all []*poolOnNode
 	for _, id := range order {
-		all = append(all, e.poolOf(id, newest[id], node))
+		all = append(all, e.poolOf(id, fleet.Newest(slicesOf[id]), node))
 	}
 	return all
 }

@@ -108,6 +108,9 @@ func key(c *resourceapi.ResourceClaim) string { return fleet.Key(c) }
 
 // Pod explains a Pod.
 func (e *Explainer) Pod(ctx context.Context, namespace, name string) (*Report, error) {
+	if err := e.s.Need(fleet.Pods, fleet.Classes); err != nil {
+		return nil, err
+	}
 	p := e.s.Pod(namespace, name)
 	if p == nil {
 		return nil, fmt.Errorf("pod %s/%s does not exist: name its namespace with -n", namespace, name)
@@ -164,6 +167,9 @@ func (e *Explainer) Claim(ctx context.Context, namespace, name string) (*Report,
 		r.State, r.Reasons = Blocked, []Reason{{Code: CodeClaimDeleted, Claims: []string{key(c)}, Sentence: sayClaimDeleted(c)}}
 		r.Summary = sayBlocked(r.Subject, r.Reasons)
 		return r, nil
+	}
+	if err := e.s.Need(fleet.Pods, fleet.Classes); err != nil {
+		return nil, err
 	}
 	q := question{open: []*resourceapi.ResourceClaim{c}}
 	blocked := e.blockedClaims(q.open)
@@ -273,6 +279,7 @@ func (e *Explainer) node(ctx context.Context, q question, node *corev1.Node, bas
 			n.closed = true
 		}
 	}
+	base.claims = withoutDevicePlugin(base.claims, node)
 	if len(base.claims) == 0 {
 		n.Fits = len(n.Reasons) == 0
 		return n
@@ -470,7 +477,7 @@ func requestReasons(a asked) []Reason {
 func taintTexts(f fate) []string {
 	var all []string
 	for _, t := range f.taints {
-		all = append(all, taintText(t))
+		all = append(all, fleet.TaintText(t))
 	}
 	return all
 }

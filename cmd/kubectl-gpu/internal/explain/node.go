@@ -1,7 +1,7 @@
 package explain
 
 import (
-	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -75,7 +75,10 @@ func (e *Explainer) nodeReasons(q question, node *corev1.Node) []Reason {
 	}
 	for name, want := range podRequests(q.pod) {
 		have, known := node.Status.Allocatable[name]
-		if !known {
+		// Devices of a class replace a device plugin's resource. The scheduler does not count others
+		// without a domain, such as pods, on a node that does not report them.
+		device := e.s.On(fleet.GateExtendedResource) && e.extended.GetDeviceClass(name) != nil
+		if device && have.IsZero() || !known && !strings.Contains(string(name), "/") {
 			continue
 		}
 		free := have.DeepCopy()
@@ -109,7 +112,7 @@ func (e *Explainer) claimsOf(p *corev1.Pod) (question, []Reason) {
 		template := ptr.Deref(ref.ResourceClaimTemplateName, "")
 		claim := e.s.Claim(p.Namespace, name)
 		switch {
-		case name == "" && e.s.Template(p.Namespace, template) == nil:
+		case name == "" && e.s.Template(p.Namespace, template) == nil && !e.s.Lacks(fleet.Templates):
 			blocked = append(blocked, Reason{Code: CodeNoTemplate, Sentence: sayNoTemplate(p.Namespace, template)})
 		case name == "":
 			blocked = append(blocked, Reason{Code: CodeClaimNotCreated, Sentence: sayClaimNotCreated(ref.Name, template)})
@@ -167,33 +170,53 @@ func reservedFor(c *resourceapi.ResourceClaim, p *corev1.Pod) bool {
 	return slices.ContainsFunc(c.Status.ReservedFor, func(r resourceapi.ResourceClaimConsumerReference) bool { return r.UID == p.UID })
 }
 
+// extendedUID is the UID of the claim that extendedClaim makes.
+const extendedUID = "extended-resources"
+
 // extendedClaim returns the claim that the scheduler would create for the Pod's extended resources,
-// such as nvidia.com/gpu. It returns nil if the Pod has none that a DeviceClass offers.
+// such as nvidia.com/gpu. Each request has the name of its resource. It returns nil if the Pod has
+// none that a DeviceClass offers.
 // https://kubernetes.io/docs/concepts/scheduling-eviction/dynamic-resource-allocation/#extended-resource
 func (e *Explainer) extendedClaim(p *corev1.Pod) *resourceapi.ResourceClaim {
-	if p.Status.ExtendedResourceClaimStatus != nil {
+	if p.Status.ExtendedResourceClaimStatus != nil || !e.s.On(fleet.GateExtendedResource) {
 		return nil
 	}
 	claim := &resourceapi.ResourceClaim{}
-	claim.Namespace, claim.Name, claim.UID = p.Namespace, p.Name+"-extended-resources", "extended-resources"
-	for i, c := range p.Spec.Containers {
-		for name, q := range c.Resources.Requests {
-			for _, class := range e.s.Classes {
-				if ptr.Deref(class.Spec.ExtendedResourceName, "deviceclass.resource.kubernetes.io/"+class.Name) != string(name) || q.IsZero() {
-					continue
-				}
-				claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{
-					Name: fmt.Sprintf("container-%d-request-%d", i, len(claim.Spec.Devices.Requests)),
-					Exactly: &resourceapi.ExactDeviceRequest{
-						DeviceClassName: class.Name, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: q.Value(),
-					},
-				})
-				break
-			}
+	claim.Namespace, claim.Name, claim.UID = p.Namespace, p.Name+"-extended-resources", extendedUID
+	requests := podRequests(p)
+	for _, name := range slices.Sorted(maps.Keys(requests)) {
+		q := requests[name]
+		if class := e.extended.GetDeviceClass(name); class != nil && !q.IsZero() {
+			claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{
+				Name: string(name),
+				Exactly: &resourceapi.ExactDeviceRequest{
+					DeviceClassName: class.Name, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: q.Value(),
+				},
+			})
 		}
 	}
-	if len(claim.Spec.Devices.Requests) == 0 || !e.s.On("DRAExtendedResource") {
+	if len(claim.Spec.Devices.Requests) == 0 {
 		return nil
 	}
 	return claim
+}
+
+// withoutDevicePlugin returns the claims for a node without those extended resources that a device
+// plugin offers there. The scheduler takes them from the device plugin.
+func withoutDevicePlugin(all []*resourceapi.ResourceClaim, node *corev1.Node) []*resourceapi.ResourceClaim {
+	var kept []*resourceapi.ResourceClaim
+	for _, c := range all {
+		if c.UID == extendedUID {
+			c = c.DeepCopy()
+			c.Spec.Devices.Requests = slices.DeleteFunc(c.Spec.Devices.Requests, func(r resourceapi.DeviceRequest) bool {
+				q := node.Status.Allocatable[corev1.ResourceName(r.Name)]
+				return !q.IsZero()
+			})
+			if len(c.Spec.Devices.Requests) == 0 {
+				continue
+			}
+		}
+		kept = append(kept, c)
+	}
+	return kept
 }

@@ -102,7 +102,7 @@ func (e *Explainer) blockers(a asked, f fate) []Change {
 		all = append(all, e.free(c))
 	}
 	for _, t := range f.taints {
-		all = append(all, tolerate(a, t))
+		all = append(all, tolerate(a, f, t))
 	}
 	return all
 }
@@ -111,9 +111,14 @@ func (e *Explainer) free(c *resourceapi.ResourceClaim) Change {
 	return Change{Kind: Free, Claim: key(c), uid: fleet.UID(c), Sentence: sayFree(c, names(e.s.PodsOf(c)))}
 }
 
-func tolerate(a asked, t resourceapi.DeviceTaint) Change {
+func tolerate(a asked, f fate, t resourceapi.DeviceTaint) Change {
 	t.TimeAdded = nil
-	return Change{Kind: Tolerate, Claim: key(a.claim), Request: a.request.name(), Taint: &t, Sentence: sayTolerate(a.request.name(), t)}
+	c := Change{Kind: Tolerate, Claim: key(a.claim), Request: a.request.name(), Taint: &t, Sentence: sayTolerate(a.request.name(), t)}
+	// A node that is not ready refuses claims that tolerate its taint.
+	if t.Key == device.DriverName+"/not-ready" {
+		c.Kind, c.Sentence = RepairNode, sayRepair(f.pool.id.name, t)
+	}
+	return c
 }
 
 // remediesOn returns remedies for one node.

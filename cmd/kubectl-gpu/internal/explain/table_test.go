@@ -70,6 +70,17 @@ func deleted(m *metav1.ObjectMeta) {
 	m.DeletionTimestamp, m.Finalizers = ptr.To(metav1.Unix(1, 0)), []string{"resource.kubernetes.io/delete-protection"}
 }
 
+// passthrough makes a device one for virtual machines.
+func passthrough(c *fleettest.Cluster, node, name string) {
+	for _, slice := range c.Slices {
+		for i := range slice.Spec.Devices {
+			if d := &slice.Spec.Devices[i]; slice.Spec.Pool.Name == node && d.Name == name {
+				d.Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("vfio")}
+			}
+		}
+	}
+}
+
 var gpu0, gpu1 = fleettest.Device(0), fleettest.Device(1)
 
 const (
@@ -269,7 +280,11 @@ var situations = []situation{
 			wants(c, gpus(1))
 		},
 		state: explain.Waits,
-		want:  []string{"all 2 matching devices have the taint gpu.nvidia.com/not-ready=driver-missing:NoSchedule"},
+		want: []string{
+			"all 2 matching devices have the taint gpu.nvidia.com/not-ready=driver-missing:NoSchedule",
+			"n1: make node n1 ready again (driver-missing): kubectl gpu doctor says how",
+		},
+		not: []string{"tolerate the taint"},
 	},
 	{
 		name: "a taint of a rule",
@@ -295,7 +310,7 @@ var situations = []situation{
 			r.Exactly.Tolerations = []resourceapi.DeviceToleration{{Key: xid, Operator: resourceapi.DeviceTolerationOpExists}}
 			wants(c, r)
 		},
-		state: explain.Fits,
+		state: explain.Fits, want: []string{"Pod team-a/p fits on 1 node (n1)."},
 	},
 	{
 		name: "an informing taint excludes nothing",
@@ -304,7 +319,7 @@ var situations = []situation{
 			c.Taint("n1", gpu0, xid, "63", resourceapi.DeviceTaintEffectNone)
 			wants(c, gpus(1))
 		},
-		state: explain.Fits,
+		state: explain.Fits, want: []string{"Pod team-a/p fits on 1 node (n1)."},
 	},
 	{
 		name: "tainted and taken",
@@ -452,7 +467,7 @@ var situations = []situation{
 				fleettest.Alternative("whole", gpuClass, 1), fleettest.Alternative("half", migClass, 1, fleettest.IsProfile("3g.40gb")),
 			}})
 		},
-		state: explain.Fits,
+		state: explain.Fits, want: []string{"Pod team-a/p fits on 1 node (n1)."},
 	},
 	{
 		name: "prioritized list without the gate",
@@ -472,7 +487,7 @@ var situations = []situation{
 			c.Held("train", "n1", gpu0)
 			wants(c, admin(gpus(1)))
 		},
-		state: explain.Fits,
+		state: explain.Fits, want: []string{"Pod team-a/p fits on 1 node (n1)."},
 	},
 	{
 		name: "admin access does not tolerate taints",
@@ -481,7 +496,9 @@ var situations = []situation{
 			c.Taint("n1", "", "gpu.nvidia.com/not-ready", "no-gpu", resourceapi.DeviceTaintEffectNoSchedule)
 			wants(c, admin(gpus(1)))
 		},
-		state: explain.Waits, want: []string{"tolerate the taint gpu.nvidia.com/not-ready=no-gpu:NoSchedule in request gpu"},
+		state: explain.Waits, want: []string{
+			"the only matching device has the taint gpu.nvidia.com/not-ready=no-gpu:NoSchedule, which the request does not tolerate",
+		},
 	},
 	{
 		name: "admin access without the gate",
@@ -722,7 +739,61 @@ var situations = []situation{
 			c.Held("train", "n1", gpu0)
 			c.Pod("p").Spec.Containers[0].Resources.Requests = corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("1")}
 		},
-		state: explain.Waits, want: []string{"the only matching device is allocated to team-a/train"},
+		state: explain.Waits, want: []string{
+			"request nvidia.com/gpu: 1 device of class gpu.nvidia.com", "the only matching device is allocated to team-a/train",
+		},
+	},
+	{
+		name: "extended resource of the class made last",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "dynamic", "")
+			late := c.Class("late", fleettest.IsType("mig"))
+			late.CreationTimestamp, late.Spec.ExtendedResourceName = metav1.Unix(1, 0), ptr.To("nvidia.com/gpu")
+			p := c.Pod("p")
+			p.Spec.InitContainers = []corev1.Container{{Name: "init"}}
+			p.Spec.InitContainers[0].Resources.Requests = corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("8")}
+		},
+		state: explain.Waits, want: []string{"request nvidia.com/gpu: 8 devices of class late"},
+	},
+	{
+		name: "extended resource of a device plugin",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "static", "").Status.Allocatable["nvidia.com/gpu"] = resource.MustParse("0")
+			c.PlainNode("n2").Status.Allocatable["nvidia.com/gpu"] = resource.MustParse("1")
+			c.Held("train", "n1", gpu0)
+			c.Pod("p").Spec.Containers[0].Resources.Requests = corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("2")}
+		},
+		state: explain.Waits, want: []string{
+			"n1\n    - the only matching device is allocated to team-a/train", "n2\n    - the Pod requests 2 of nvidia.com/gpu, and 1 is left",
+		},
+	},
+	{
+		name: "extended resource that a device plugin has free",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "static", "")
+			c.PlainNode("n2").Status.Allocatable["nvidia.com/gpu"] = resource.MustParse("1")
+			c.Held("train", "n1", gpu0)
+			c.Pod("p").Spec.Containers[0].Resources.Requests = corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("1")}
+		},
+		state: explain.Fits, want: []string{"Pod team-a/p fits on 1 node (n2)."},
+	},
+	{
+		name: "another resource that no node has",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "static", "")
+			_, p := wants(c, gpus(1))
+			p.Spec.Containers[0].Resources.Requests = corev1.ResourceList{"example.com/nic": resource.MustParse("1")}
+		},
+		state: explain.Waits, want: []string{"the Pod requests 1 of example.com/nic, and 0 is left"},
+	},
+	{
+		name: "no room for one more Pod",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 2, "static", "").Status.Allocatable[corev1.ResourcePods] = resource.MustParse("1")
+			c.Held("train", "n1", gpu0)
+			wants(c, gpus(1))
+		},
+		state: explain.Waits, want: []string{"the node has as many Pods as it may have"},
 	},
 	{
 		name:  "Pod without claims",
@@ -792,6 +863,25 @@ var situations = []situation{
 			"a whole GPU, " + gpu0 + " on n1", "sharing.strategy = TimeSlicing (class)",
 			"sharing.timeSlicingConfig.interval = Default (default)", "Ready=True Prepared ok",
 		},
+	},
+	{
+		name: "GPU for a virtual machine", ask: "claim vm",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "static", "")
+			passthrough(c, "n1", gpu0)
+			c.Held("vm", "n1", gpu0)
+		},
+		state: explain.Allocated, want: []string{"a whole GPU for a virtual machine, " + gpu0 + " on n1"},
+	},
+	{
+		name: "device of a type that this version does not know", ask: "claim a",
+		build: func(c *fleettest.Cluster) {
+			c.Node("n1", h100, 1, "static", "")
+			device := &c.Slices[0].Spec.Devices[0]
+			device.Name, device.Attributes["type"] = gpu0+"-new", resourceapi.DeviceAttribute{StringValue: ptr.To("new")}
+			c.Held("a", "n1", gpu0+"-new")
+		},
+		state: explain.Allocated, want: []string{"a device of type new, " + gpu0 + "-new on n1"},
 	},
 	{
 		name: "device is no longer published", ask: "claim a",

@@ -8,9 +8,12 @@ import (
 	"strconv"
 	"strings"
 
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
 )
 
 // Codes of reasons. Programs read the code, people the sentence.
@@ -185,6 +188,9 @@ func sayNodeSelector(wrong []string) string {
 func sayNodeAffinity() string { return "the Pod's node affinity excludes the node" }
 
 func sayNodeResource(name string, want, free resource.Quantity) string {
+	if name == string(corev1.ResourcePods) {
+		return "the node has as many Pods as it may have"
+	}
 	return fmt.Sprintf("the Pod requests %s of %s, and %s is left", want.String(), name, free.String())
 }
 
@@ -376,7 +382,11 @@ func sayFree(c *resourceapi.ResourceClaim, users []string) string {
 }
 
 func sayTolerate(request string, t resourceapi.DeviceTaint) string {
-	return fmt.Sprintf("tolerate the taint %s in request %s", taintText(t), request)
+	return fmt.Sprintf("tolerate the taint %s in request %s", fleet.TaintText(t), request)
+}
+
+func sayRepair(node string, t resourceapi.DeviceTaint) string {
+	return fmt.Sprintf("make node %s ready again (%s): kubectl gpu doctor says how", node, t.Value)
 }
 
 func sayAskLess(request string, n int64, need int) string {
@@ -430,13 +440,6 @@ func shareText(all map[resourceapi.QualifiedName]resource.Quantity) string {
 	return strings.Join(parts, ", ")
 }
 
-func taintText(t resourceapi.DeviceTaint) string {
-	if t.Value == "" {
-		return fmt.Sprintf("%s:%s", t.Key, t.Effect)
-	}
-	return fmt.Sprintf("%s=%s:%s", t.Key, t.Value, t.Effect)
-}
-
 func attributeText(a resourceapi.DeviceAttribute) string {
 	switch {
 	case a.IntValue != nil:
@@ -455,9 +458,15 @@ func shapeName(kind, profile string) string {
 		return "a whole GPU"
 	case "gpu-share":
 		return "a share of a GPU"
+	case "mig":
+		return cmp.Or(profile, "a partition")
 	case "mig-share":
 		return "a share of " + cmp.Or(profile, "a partition")
+	case "vfio":
+		return "a whole GPU for a virtual machine"
+	case "":
+		return "a device with an unknown name"
 	default:
-		return cmp.Or(profile, "a partition")
+		return "a device of type " + kind
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
@@ -32,7 +33,7 @@ type Manifest struct {
 	Version string          `json:"kubernetes"`
 	Gates   map[string]bool `json:"featureGates,omitempty"`
 	Files   []ArchivedFile  `json:"files"`
-	// LeftOut says what is not in the archive: unreadable objects, or those above the size limit.
+	// LeftOut is [Snapshot.Missing], with the kinds of objects that exceed the size limit.
 	LeftOut []string `json:"leftOut,omitempty"`
 	// PodsRedacted means that Pods have only their names, claims and nodes.
 	PodsRedacted bool `json:"podsRedacted"`
@@ -63,15 +64,17 @@ type ArchiveOptions struct {
 // files lists the kinds of objects in an archive, the most important ones first.
 func (s *Snapshot) files() []archived {
 	return []archived{
-		{"resourceslices.json", &s.Slices}, {"resourceclaims.json", &s.Claims}, {"deviceclasses.json", &s.Classes},
-		{"nodes.json", &s.Nodes}, {"devicetaintrules.json", &s.TaintRules}, {"configs.json", &s.Configs},
-		{"settings.json", &s.Settings},
-		{"daemonsets.json", &s.DaemonSets}, {"resourceclaimtemplates.json", &s.Templates}, {"pods.json", &s.Pods},
+		{"resourceslices.json", Slices, &s.Slices}, {"resourceclaims.json", Claims, &s.Claims},
+		{"deviceclasses.json", Classes, &s.Classes}, {"nodes.json", Nodes, &s.Nodes},
+		{"devicetaintrules.json", TaintRules, &s.TaintRules}, {"configs.json", Configs, &s.Configs},
+		{"settings.json", Configs, &s.Settings}, {"daemonsets.json", DaemonSets, &s.DaemonSets},
+		{"resourceclaimtemplates.json", Templates, &s.Templates}, {"pods.json", Pods, &s.Pods},
 	}
 }
 
 type archived struct {
 	name    string
+	kind    Kind
 	objects any
 }
 
@@ -87,10 +90,10 @@ func (s *Snapshot) WriteArchive(w io.Writer, o ArchiveOptions) (Manifest, error)
 	}
 	total := 0
 	contents := map[string][]byte{}
-	put := func(name string, content []byte) {
+	put := func(name, what string, content []byte) {
 		if o.MaxBytes > 0 && total+len(content) > o.MaxBytes {
-			m.LeftOut = append(m.LeftOut, fmt.Sprintf("%s: its %d bytes exceed the limit of %d in total (--max-bytes)",
-				name, len(content), o.MaxBytes))
+			m.LeftOut = append(m.LeftOut, fmt.Sprintf("%s: the %d bytes exceed the archive's limit of %d in total (--max-bytes)",
+				what, len(content), o.MaxBytes))
 			return
 		}
 		total += len(content)
@@ -103,10 +106,10 @@ func (s *Snapshot) WriteArchive(w io.Writer, o ArchiveOptions) (Manifest, error)
 		if err != nil {
 			return m, fmt.Errorf("encode %s: %w", f.name, err)
 		}
-		put(f.name, content)
+		put(f.name, string(f.kind), content)
 	}
 	for _, log := range o.Logs {
-		put("logs/"+log.Name+".log", log.Text)
+		put("logs/"+log.Name+".log", "log "+log.Name, log.Text)
 	}
 	text, err := json.MarshalIndent(m, "", "  ")
 	if err != nil {
@@ -161,7 +164,10 @@ func ReadArchive(path string) (*Snapshot, error) {
 	defer func() { _ = f.Close() }()
 	s, err := readArchive(f)
 	if err != nil {
-		return nil, fmt.Errorf("%s is not an archive of `kubectl gpu gather`: %w", path, err)
+		return nil, fmt.Errorf("%s is no complete archive of `kubectl gpu gather`: %w", path, err)
+	}
+	if err := s.Need(Slices, Claims, Nodes); err != nil {
+		return nil, fmt.Errorf("archive %s: %w", path, err)
 	}
 	return s, nil
 }
@@ -177,7 +183,8 @@ func readArchive(r io.Reader) (*Snapshot, error) {
 	for _, f := range s.files() {
 		into[f.name] = f.objects
 	}
-	found := false
+	sums := map[string]string{}
+	parts := newSharer()
 	files := tar.NewReader(io.LimitReader(zip, maxArchive))
 	for {
 		header, err := files.Next()
@@ -192,19 +199,28 @@ func readArchive(r io.Reader) (*Snapshot, error) {
 		if !known {
 			continue
 		}
-		if err := json.NewDecoder(files).Decode(target); err != nil {
+		sum := sha256.New()
+		content := io.TeeReader(files, sum)
+		if err := decode(content, target, parts); err != nil {
 			return nil, fmt.Errorf("file %s: %w", name, err)
 		}
-		found = found || name == manifestFile
+		if _, err := io.Copy(io.Discard, content); err != nil {
+			return nil, fmt.Errorf("file %s: %w", name, err)
+		}
+		sums[name] = hex.EncodeToString(sum.Sum(nil))
 	}
-	if !found {
+	if sums[manifestFile] == "" {
 		return nil, fmt.Errorf("it has no %s", manifestFile)
 	}
 	if m.Format != archiveFormat {
 		return nil, fmt.Errorf("its format is %d, and this program reads %d: use the kubectl-gpu that wrote it", m.Format, archiveFormat)
 	}
+	for _, f := range m.Files {
+		if _, known := into[f.Name]; known && sums[f.Name] != f.SHA256 {
+			return nil, fmt.Errorf("file %s is missing or altered", f.Name)
+		}
+	}
 	s.dropNull()
-	s.Share()
 	s.Version, s.Gates, s.Missing = m.Version, m.Gates, m.LeftOut
 	// The slices already have the taints of the rules.
 	rules := s.TaintRules
@@ -214,9 +230,34 @@ func readArchive(r io.Reader) (*Snapshot, error) {
 	return s, nil
 }
 
+// decode reads the JSON of one file. Slices share their parts one by one, because those of a large
+// fleet together would need much memory.
+func decode(r io.Reader, into any, parts *sharer) error {
+	d := json.NewDecoder(r)
+	all, big := into.(*[]*resourceapi.ResourceSlice)
+	if !big {
+		return d.Decode(into)
+	}
+	if open, err := d.Token(); err != nil || open == nil { // nil is null
+		return err
+	}
+	for d.More() {
+		var slice *resourceapi.ResourceSlice
+		if err := d.Decode(&slice); err != nil {
+			return err
+		}
+		if slice != nil {
+			parts.slice(slice)
+			*all = append(*all, slice)
+		}
+	}
+	_, err := d.Token()
+	return err
+}
+
 // dropNull removes null objects, which only a damaged archive has.
 func (s *Snapshot) dropNull() {
-	s.Nodes, s.Slices, s.Claims = withoutNull(s.Nodes), withoutNull(s.Slices), withoutNull(s.Claims)
+	s.Nodes, s.Claims = withoutNull(s.Nodes), withoutNull(s.Claims)
 	s.Classes, s.Templates, s.Pods = withoutNull(s.Classes), withoutNull(s.Templates), withoutNull(s.Pods)
 	s.DaemonSets, s.TaintRules = withoutNull(s.DaemonSets), withoutNull(s.TaintRules)
 }

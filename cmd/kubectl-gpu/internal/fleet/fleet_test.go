@@ -7,13 +7,17 @@ import (
 	"context"
 	"errors"
 	"io"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
@@ -120,6 +124,7 @@ func TestArchiveIsBounded(t *testing.T) {
 }
 
 func TestDamagedArchivesAreErrors(t *testing.T) {
+	const manifestOfPods = `{"format":1,"files":[{"name":"pods.json","sha256":"4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"}]}`
 	packed := func(files map[string]string) []byte {
 		var b bytes.Buffer
 		zip := gzip.NewWriter(&b)
@@ -144,15 +149,61 @@ func TestDamagedArchivesAreErrors(t *testing.T) {
 		"no archive":   {[]byte("text"), "EOF"},
 		"no manifest":  {packed(map[string]string{"pods.json": "[]"}), "it has no manifest.json"},
 		"other format": {packed(map[string]string{"manifest.json": `{"format":2}`}), "its format is 2"},
+		"lost file":    {packed(map[string]string{"manifest.json": manifestOfPods}), "file pods.json is missing or altered"},
+		"altered file": {packed(map[string]string{"manifest.json": manifestOfPods, "pods.json": "[ ]"}), "file pods.json is missing or altered"},
 		"bad JSON":     {packed(map[string]string{"manifest.json": `{"format":1}`, "pods.json": "{"}), "file pods.json"},
 	} {
 		if _, err := readArchive(bytes.NewReader(c.archive)); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %s", name, err, c.want)
 		}
 	}
-	s, err := readArchive(bytes.NewReader(packed(map[string]string{"manifest.json": `{"format":1}`, "pods.json": "[null]"})))
-	if err != nil || len(s.Pods) != 0 {
+	s, err := readArchive(bytes.NewReader(packed(map[string]string{
+		"manifest.json": `{"format":1}`, "pods.json": "[null]", "resourceslices.json": "[null]", "nodes.json": "null",
+	})))
+	if err != nil || len(s.Pods)+len(s.Slices)+len(s.Nodes) != 0 {
 		t.Errorf("null objects: %v, %v", s, err)
+	}
+	if _, err := readArchive(bytes.NewReader(packed(map[string]string{"manifest.json": manifestOfPods, "pods.json": "[]"}))); err != nil {
+		t.Errorf("complete archive: %v", err)
+	}
+}
+
+// What is above the limit counts as not read. Without slices, claims or nodes there is no answer.
+func TestArchiveWithoutSlicesOrClaimsIsRefused(t *testing.T) {
+	s, err := readFrom(t, fake.NewClientset(secretive().Objects()...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, whole := archive(t, s, ArchiveOptions{})
+	for limit, want := range map[int]string{
+		whole.Files[0].Bytes:     "what could not be read: ResourceClaims: the",
+		whole.Files[0].Bytes - 1: "what could not be read: ResourceSlices: the",
+	} {
+		path := filepath.Join(t.TempDir(), "a.tar.gz")
+		packed, _ := archive(t, s, ArchiveOptions{MaxBytes: limit})
+		if err := os.WriteFile(path, packed, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := ReadArchive(path); err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%d bytes: %v, want %q", limit, err, want)
+		}
+	}
+}
+
+func TestErrorsOfTheAPIServerNameTheKind(t *testing.T) {
+	for resource, c := range map[string]struct {
+		err  error
+		want string
+	}{
+		"resourceslices": {apierrors.NewNotFound(schema.GroupResource{}, ""), "use Kubernetes 1.34 or later"},
+		"resourceclaims": {errors.New("forbidden"), "list ResourceClaims: forbidden"},
+		"nodes":          {errors.New("forbidden"), "list Nodes: forbidden"},
+	} {
+		client := fake.NewClientset()
+		client.PrependReactor("list", resource, func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, c.err })
+		if _, err := readFrom(t, client); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %s", resource, err, c.want)
+		}
 	}
 }
 

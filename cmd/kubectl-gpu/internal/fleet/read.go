@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -40,25 +41,27 @@ func Read(ctx context.Context, client kubernetes.Interface, metrics func(context
 	}
 	api := client.ResourceV1()
 	parts := newSharer()
-	for _, err := range []error{
-		list(ctx, &s.Slices, api.ResourceSlices().List, func(slice *resourceapi.ResourceSlice) {
-			slimMeta(&slice.ObjectMeta)
-			parts.slice(slice)
-		}),
-		list(ctx, &s.Claims, api.ResourceClaims("").List, slimClaim),
-		list(ctx, &s.Nodes, client.CoreV1().Nodes().List, slimNode),
-	} {
-		if err != nil {
-			return nil, err
-		}
+	if err := list(ctx, &s.Slices, api.ResourceSlices().List, func(slice *resourceapi.ResourceSlice) {
+		slimMeta(&slice.ObjectMeta)
+		parts.slice(slice)
+	}); apierrors.IsNotFound(err) {
+		return nil, errors.New("the cluster does not serve resource.k8s.io/v1: use Kubernetes 1.34 or later")
+	} else if err != nil {
+		return nil, fmt.Errorf("list %s: %w", Slices, err)
 	}
-	s.missing("DeviceClasses", list(ctx, &s.Classes, api.DeviceClasses().List, slimClass))
-	s.missing("ResourceClaimTemplates", list(ctx, &s.Templates, api.ResourceClaimTemplates("").List, slimTemplate))
-	s.missing("Pods", list(ctx, &s.Pods, client.CoreV1().Pods("").List, slimPod))
-	s.missing("DeviceTaintRules", s.readRules(ctx, client))
+	if err := list(ctx, &s.Claims, api.ResourceClaims("").List, slimClaim); err != nil {
+		return nil, fmt.Errorf("list %s: %w", Claims, err)
+	}
+	if err := list(ctx, &s.Nodes, client.CoreV1().Nodes().List, slimNode); err != nil {
+		return nil, fmt.Errorf("list %s: %w", Nodes, err)
+	}
+	s.missing(Classes, list(ctx, &s.Classes, api.DeviceClasses().List, slimClass))
+	s.missing(Templates, list(ctx, &s.Templates, api.ResourceClaimTemplates("").List, slimTemplate))
+	s.missing(Pods, list(ctx, &s.Pods, client.CoreV1().Pods("").List, slimPod))
+	s.missing(TaintRules, s.readRules(ctx, client))
 	labelled := func(o metav1.ListOptions) metav1.ListOptions { o.LabelSelector = pluginSelector; return o }
 	var configs []*corev1.ConfigMap
-	s.missing("ConfigMaps of the driver", list(ctx, &configs, func(ctx context.Context, o metav1.ListOptions) (*corev1.ConfigMapList, error) {
+	s.missing(Configs, list(ctx, &configs, func(ctx context.Context, o metav1.ListOptions) (*corev1.ConfigMapList, error) {
 		return client.CoreV1().ConfigMaps("").List(ctx, labelled(o))
 	}, nil))
 	for _, c := range configs {
@@ -66,13 +69,13 @@ func Read(ctx context.Context, client kubernetes.Interface, metrics func(context
 			s.Configs[Key(c)], s.Settings[Key(c)] = text, c.Data["settings.yaml"]
 		}
 	}
-	s.missing("DaemonSets", list(ctx, &s.DaemonSets, client.AppsV1().DaemonSets("").List, slimDaemonSet))
+	s.missing(DaemonSets, list(ctx, &s.DaemonSets, client.AppsV1().DaemonSets("").List, slimDaemonSet))
 	s.prepare()
 	return s, nil
 }
 
 // missing notes that something could not be read, unless err is nil.
-func (s *Snapshot) missing(what string, err error) {
+func (s *Snapshot) missing(what Kind, err error) {
 	if err != nil {
 		s.Missing = append(s.Missing, fmt.Sprintf("%s: %v", what, err))
 	}
@@ -213,6 +216,7 @@ func slimPod(p *corev1.Pod) {
 	p.Spec = corev1.PodSpec{
 		NodeName: p.Spec.NodeName, NodeSelector: p.Spec.NodeSelector, Affinity: p.Spec.Affinity, Tolerations: p.Spec.Tolerations,
 		ResourceClaims: p.Spec.ResourceClaims, SchedulingGates: p.Spec.SchedulingGates, SchedulerName: p.Spec.SchedulerName,
+		Resources: p.Spec.Resources, Overhead: p.Spec.Overhead,
 		Containers: containers(p.Spec.Containers), InitContainers: containers(p.Spec.InitContainers),
 	}
 	p.Status = corev1.PodStatus{

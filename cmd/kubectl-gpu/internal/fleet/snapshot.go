@@ -9,6 +9,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
@@ -35,8 +36,40 @@ type Snapshot struct {
 	Settings map[string]string
 	// TaintRules are already part of Slices.
 	TaintRules []*resourceapi.DeviceTaintRule
-	// Missing says which objects could not be read, and why.
+	// Missing has the kinds of objects that could not be read, each as "KIND: why".
 	Missing []string
+}
+
+// Kind is a kind of objects, as messages name it.
+type Kind string
+
+// The kinds of objects that a [Snapshot] may lack.
+const (
+	Slices     Kind = "ResourceSlices"
+	Claims     Kind = "ResourceClaims"
+	Nodes      Kind = "Nodes"
+	Classes    Kind = "DeviceClasses"
+	Templates  Kind = "ResourceClaimTemplates"
+	Pods       Kind = "Pods"
+	TaintRules Kind = "DeviceTaintRules"
+	DaemonSets Kind = "DaemonSets"
+	Configs    Kind = "ConfigMaps of the driver"
+)
+
+// Lacks reports whether objects of this kind could not be read.
+func (s *Snapshot) Lacks(kind Kind) bool { return s.Need(kind) != nil }
+
+// Need returns an error if objects of one of these kinds could not be read. It is for answers that
+// would be wrong without them.
+func (s *Snapshot) Need(kinds ...Kind) error {
+	for _, kind := range kinds {
+		for _, what := range s.Missing {
+			if strings.HasPrefix(what, string(kind)+": ") {
+				return fmt.Errorf("the answer needs what could not be read: %s", what)
+			}
+		}
+	}
+	return nil
 }
 
 // Key is a claim's or Pod's name as users write it: "namespace/name".
@@ -57,14 +90,6 @@ func (s *Snapshot) prepare() {
 	})
 	for i, slice := range s.Slices {
 		s.Slices[i] = withRules(slice, s.TaintRules)
-	}
-}
-
-// Share lets equal parts of devices share their memory.
-func (s *Snapshot) Share() {
-	parts := newSharer()
-	for _, slice := range s.Slices {
-		parts.slice(slice)
 	}
 }
 
@@ -134,9 +159,16 @@ func (s *Snapshot) Get(name string) (*resourceapi.DeviceClass, error) {
 	return nil, fmt.Errorf("DeviceClass %s does not exist", name)
 }
 
-// PodsOf returns the Pods that use the claim and have not ended.
+// PodsOf returns the Pods that use the claim and have not ended. If Pods could not be read, it
+// returns those for which the claim is reserved, with nothing but their names.
 func (s *Snapshot) PodsOf(c *resourceapi.ResourceClaim) []*corev1.Pod {
 	var users []*corev1.Pod
+	if s.Lacks(Pods) {
+		for _, r := range c.Status.ReservedFor {
+			users = append(users, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: r.Name, UID: r.UID}})
+		}
+		return users
+	}
 	for _, p := range s.Pods {
 		if p.Namespace != c.Namespace || Ended(p) {
 			continue
@@ -208,6 +240,25 @@ func (s *Snapshot) SlicesOf() map[string][]*resourceapi.ResourceSlice {
 		}
 	}
 	return all
+}
+
+// Newest returns the slices of the newest generation. All slices are of one pool.
+func Newest(all []*resourceapi.ResourceSlice) []*resourceapi.ResourceSlice {
+	var newest []*resourceapi.ResourceSlice
+	for _, slice := range all {
+		switch {
+		case len(newest) == 0 || slice.Spec.Pool.Generation > newest[0].Spec.Pool.Generation:
+			newest = []*resourceapi.ResourceSlice{slice}
+		case slice.Spec.Pool.Generation == newest[0].Spec.Pool.Generation:
+			newest = append(newest, slice)
+		}
+	}
+	return newest
+}
+
+// TaintText is a taint as users write it, such as gpu.nvidia.com/xid=79:NoSchedule.
+func TaintText(t resourceapi.DeviceTaint) string {
+	return strings.TrimSuffix(t.Key+"="+t.Value, "=") + ":" + string(t.Effect)
 }
 
 // UID returns the UID by which a claim is known in a snapshot. An archive without UIDs still works.

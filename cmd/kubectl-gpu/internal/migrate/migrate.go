@@ -1,14 +1,20 @@
 // Package migrate lists what of another driver for NVIDIA GPUs would change with this driver:
-// claims and classes with a configuration that it refuses, claims with devices of NVIDIA's DRA
-// driver, claims for its consumableShares, and extended resources of the device plugin. It reads a
-// [fleet.Snapshot] only, and judges configurations with the plugin's own code.
+//   - the other driver's values
+//   - claims and classes with a configuration that this driver refuses
+//   - selectors by attributes or capacities, and tolerations of taints, that this driver has not
+//   - claims with devices of NVIDIA's DRA driver, and claims for its consumableShares
+//   - extended resources of the device plugin
+//
+// It reads a [fleet.Snapshot] only, and judges configurations with the plugin's own code.
 package migrate
 
 import (
 	"fmt"
 	"io"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"text/tabwriter"
 
 	corev1 "k8s.io/api/core/v1"
@@ -17,6 +23,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/api/resource/v1beta1"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
+	models "github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/slices"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -38,8 +45,14 @@ type Report struct {
 }
 
 // Check returns what would change.
-func Check(s *fleet.Snapshot) Report {
+func Check(s *fleet.Snapshot) (Report, error) {
 	r := Report{Changes: []Change{}}
+	if err := s.Need(fleet.Classes); err != nil {
+		return r, err // each extended resource would be a row
+	}
+	for _, o := range s.OtherDrivers() {
+		r.add("DaemonSet "+fleet.Key(o.DaemonSet), "runs "+o.What, "its values have other names", "translate them: "+o.Guide)
+	}
 	for _, t := range s.Templates {
 		r.spec("template "+fleet.Key(t), &t.Spec.Spec.Devices)
 	}
@@ -54,13 +67,24 @@ func Check(s *fleet.Snapshot) Report {
 		for _, config := range c.Spec.Config {
 			r.config("class "+c.Name, config.Opaque)
 		}
+		r.selectors("class "+c.Name, c.Spec.Selectors)
+	}
+	for _, rule := range s.TaintRules {
+		selector := rule.Spec.DeviceSelector
+		if selector == nil || selector.Device == nil || ptr.Deref(selector.Driver, device.DriverName) != device.DriverName {
+			continue
+		}
+		if _, known := device.ParseName(*selector.Device); !known {
+			r.add("DeviceTaintRule "+rule.Name, "names device "+*selector.Device, "no device has this name",
+				"kubectl gpu status -o wide shows the names")
+		}
 	}
 	for _, p := range s.Pods {
 		if !fleet.Ended(p) {
 			r.pod(s, p)
 		}
 	}
-	return r
+	return r, nil
 }
 
 // add adds a row, or counts one more object for an equal row.
@@ -81,9 +105,77 @@ func (r *Report) spec(object string, spec *resourceapi.DeviceClaim) {
 		r.config(object, c.Opaque)
 	}
 	for _, q := range spec.Requests {
-		if e := q.Exactly; e != nil && e.DeviceClassName == "gpu.nvidia.com" && e.Capacity != nil && len(e.Capacity.Requests) > 0 {
-			r.add(object, "capacity of class gpu.nvidia.com (consumableShares)", "each claim takes a whole GPU",
-				"deviceClassName: shared.gpu.nvidia.com, and shares in the values: docs/sharing.md")
+		if e := q.Exactly; e != nil {
+			r.request(object, e.DeviceClassName, e.Capacity, e.Selectors, e.Tolerations)
+		}
+		for _, sub := range q.FirstAvailable {
+			r.request(object, sub.DeviceClassName, sub.Capacity, sub.Selectors, sub.Tolerations)
+		}
+	}
+}
+
+func (r *Report) request(object, class string, capacity *resourceapi.CapacityRequirements, selectors []resourceapi.DeviceSelector,
+	tolerations []resourceapi.DeviceToleration,
+) {
+	if class == "gpu.nvidia.com" && capacity != nil && len(capacity.Requests) > 0 {
+		r.add(object, "capacity of class gpu.nvidia.com (consumableShares)", "each claim takes a whole GPU",
+			"deviceClassName: shared.gpu.nvidia.com, and shares in the values: docs/sharing.md")
+	}
+	r.selectors(object, selectors)
+	tolerates := map[string]bool{}
+	for _, t := range tolerations {
+		name, ours := strings.CutPrefix(t.Key, device.DriverName+"/")
+		tolerates[name] = true
+		if ours && !slices.Contains(taints, name) {
+			r.add(object, "tolerates the taint "+t.Key, "no device has this taint", "docs/health.md lists the taints")
+		}
+	}
+	if tolerates["xid"] && !tolerates["unhealthy"] && !tolerates[""] {
+		r.add(object, "tolerates the taint "+device.DriverName+"/xid", "after most XIDs a GPU also has the taint unhealthy",
+			"tolerate "+device.DriverName+"/unhealthy too: docs/health.md")
+	}
+}
+
+// taints are the keys of this driver's taints, which docs/health.md explains.
+var taints = []string{"gpu-lost", "unmonitored", "xid", "unhealthy", "degraded", "not-ready", "unvalidated"}
+
+// reads finds what a selector reads of a device. With .?name nothing fails if it is missing.
+var reads = regexp.MustCompile(`device\.(attributes|capacity)\[['"]gpu\.nvidia\.com['"]\]\.(\w+)`)
+
+// known has the attributes and capacities of a GPU that is offered in every way.
+var known = sync.OnceValue(func() map[string]bool {
+	all := map[string]bool{"attributes.partitionType": true}
+	m, err := models.Model("h100-sxm5-80gb")
+	for _, shares := range []string{"[{kind: fractions}]", "[{kind: shares, count: 2}]"} {
+		if err != nil {
+			break
+		}
+		var t models.Template
+		t, err = models.OfModel(*m, models.Options{MIGPolicy: "dynamic", Shares: shares})
+		for _, slice := range t.Slices {
+			for _, d := range slice.Spec.Devices {
+				for name := range d.Attributes {
+					all["attributes."+string(name)] = true
+				}
+				for name := range d.Capacity {
+					all["capacity."+string(name)] = true
+				}
+			}
+		}
+	}
+	return all
+})
+
+func (r *Report) selectors(object string, all []resourceapi.DeviceSelector) {
+	for _, s := range all {
+		if s.CEL == nil {
+			continue
+		}
+		for _, found := range reads.FindAllStringSubmatch(s.CEL.Expression, -1) {
+			if kind, name := found[1], found[2]; !known()[kind+"."+name] {
+				r.add(object, fmt.Sprintf("a selector reads %s %s", strings.TrimSuffix(kind, "s"), name),
+					"no device has it, which stops scheduling", "docs/reference.md lists what claims can select by")
+			}
 		}
 	}
 }

@@ -4,10 +4,13 @@ import (
 	"strings"
 	"testing"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/migrate"
@@ -18,6 +21,15 @@ func configured(c *resourceapi.ResourceClaim, text string) {
 	c.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{DeviceConfiguration: resourceapi.DeviceConfiguration{
 		Opaque: &resourceapi.OpaqueDeviceConfiguration{Driver: "gpu.nvidia.com", Parameters: runtime.RawExtension{Raw: []byte(text)}},
 	}}}
+}
+
+// tolerates adds the claim a, which tolerates taints with these keys.
+func tolerates(c *fleettest.Cluster, keys ...string) {
+	r := fleettest.Request("gpu", "gpu.nvidia.com", 1)
+	for _, key := range keys {
+		r.Exactly.Tolerations = append(r.Exactly.Tolerations, resourceapi.DeviceToleration{Key: key, Operator: resourceapi.DeviceTolerationOpExists})
+	}
+	c.Claim("a", r)
 }
 
 func requests(p *corev1.Pod, name string) {
@@ -46,6 +58,35 @@ func TestCheck(t *testing.T) {
 			}}
 			c.Claim("a", r)
 		}, "claim team-a/a|shared.gpu.nvidia.com"},
+		{"a known attribute", func(c *fleettest.Cluster) {
+			for _, reads := range []string{"attributes['gpu.nvidia.com'].profile", "capacity['gpu.nvidia.com'].cores", "attributes['gpu.nvidia.com'].?index"} {
+				c.Claim("a", fleettest.Request("gpu", "gpu.nvidia.com", 1, "device."+reads+" == 1"))
+			}
+		}, ""},
+		{"an unknown attribute", func(c *fleettest.Cluster) {
+			c.Claim("a", fleettest.Request("gpu", "gpu.nvidia.com", 1, `device.attributes["gpu.nvidia.com"].index == 0`))
+		}, "claim team-a/a|a selector reads attribute index"},
+		{"an unknown capacity in an alternative", func(c *fleettest.Cluster) {
+			c.Claim("a", resourceapi.DeviceRequest{Name: "gpu", FirstAvailable: []resourceapi.DeviceSubRequest{
+				fleettest.Alternative("whole", "gpu.nvidia.com", 1, "device.capacity['gpu.nvidia.com'].sm.isGreaterThan(quantity('1'))"),
+			}})
+		}, "claim team-a/a|a selector reads capacity sm"},
+		{"a class by an unknown attribute", func(c *fleettest.Cluster) {
+			c.Class("first", "device.attributes['gpu.nvidia.com'].minor == 0")
+		}, "class first|a selector reads attribute minor"},
+		{"tolerations of known taints", func(c *fleettest.Cluster) { tolerates(c, "gpu.nvidia.com/xid", "gpu.nvidia.com/unhealthy") }, ""},
+		{"every taint is tolerated", func(c *fleettest.Cluster) { tolerates(c, "gpu.nvidia.com/xid", "") }, ""},
+		{"only XIDs are tolerated", func(c *fleettest.Cluster) {
+			tolerates(c, "gpu.nvidia.com/xid")
+		}, "claim team-a/a|tolerate gpu.nvidia.com/unhealthy too"},
+		{"an unknown taint is tolerated", func(c *fleettest.Cluster) {
+			tolerates(c, "gpu.nvidia.com/broken")
+		}, "tolerates the taint gpu.nvidia.com/broken|no device has this taint"},
+		{"a rule for a device of the other driver", func(c *fleettest.Cluster) {
+			rule := &resourceapi.DeviceTaintRule{ObjectMeta: metav1.ObjectMeta{Name: "repair"}}
+			rule.Spec.DeviceSelector = &resourceapi.DeviceTaintSelector{Device: ptr.To("gpu-0")}
+			c.Rules = append(c.Rules, rule)
+		}, "DeviceTaintRule repair|names device gpu-0"},
 		{"nvidia.com/gpu with its class", func(c *fleettest.Cluster) { requests(c.Pod("p"), "nvidia.com/gpu") }, ""},
 		{"nvidia.com/gpu without a class", func(c *fleettest.Cluster) {
 			c.Classes = nil
@@ -61,7 +102,13 @@ func TestCheck(t *testing.T) {
 			cluster := fleettest.New()
 			c.build(cluster)
 			var b strings.Builder
-			migrate.Check(&fleet.Snapshot{Claims: cluster.Claims, Classes: cluster.Classes, Pods: cluster.Pods}).Text(&b, false)
+			report, err := migrate.Check(&fleet.Snapshot{
+				Claims: cluster.Claims, Classes: cluster.Classes, Pods: cluster.Pods, TaintRules: cluster.Rules,
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			report.Text(&b, false)
 			want := c.want
 			if want == "" {
 				want = "Nothing would change."
@@ -72,5 +119,19 @@ func TestCheck(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestOtherDriversAndMissingClasses(t *testing.T) {
+	d := &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "other", Name: "d"}}
+	d.Spec.Template.Spec.Containers = []corev1.Container{{Image: "nvcr.io/nvidia/k8s-device-plugin:v0.17"}}
+	s := &fleet.Snapshot{DaemonSets: []*appsv1.DaemonSet{d}}
+	r, err := migrate.Check(s)
+	if err != nil || len(r.Changes) != 1 || r.Changes[0].Object != "DaemonSet other/d" || r.Changes[0].Now != "runs NVIDIA's device plugin" {
+		t.Errorf("%v, %+v", err, r.Changes)
+	}
+	s.Missing = []string{"DeviceClasses: forbidden"}
+	if _, err := migrate.Check(s); err == nil || !strings.Contains(err.Error(), "DeviceClasses: forbidden") {
+		t.Error(err)
 	}
 }

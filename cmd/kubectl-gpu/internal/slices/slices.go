@@ -145,17 +145,9 @@ func OfNode(s *fleet.Snapshot, node, name string) (Template, error) {
 	if s.Node(node) == nil {
 		return Template{}, fmt.Errorf("%s is neither a node nor a model. Models: %s", node, strings.Join(Known(), ", "))
 	}
-	var newest []*resourceapi.ResourceSlice
-	for _, slice := range s.SlicesOf()[node] {
-		switch {
-		case len(newest) == 0 || slice.Spec.Pool.Generation > newest[0].Spec.Pool.Generation:
-			newest = []*resourceapi.ResourceSlice{slice}
-		case slice.Spec.Pool.Generation == newest[0].Spec.Pool.Generation:
-			newest = append(newest, slice)
-		}
-	}
+	newest := fleet.Newest(s.SlicesOf()[node])
 	if len(newest) == 0 {
-		return Template{}, fmt.Errorf("node %s has no slices of %s", node, device.DriverName)
+		return Template{}, fmt.Errorf("node %s has no slices of %s. kubectl gpu doctor may say why", node, device.DriverName)
 	}
 	if want := newest[0].Spec.Pool.ResourceSliceCount; int64(len(newest)) != want {
 		return Template{}, fmt.Errorf("the slices of node %s are being updated: %d of %d are there. Try again", node, len(newest), want)

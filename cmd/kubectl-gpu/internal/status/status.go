@@ -5,8 +5,9 @@ package status
 
 import (
 	"cmp"
+	"fmt"
+	"maps"
 	"slices"
-	"strconv"
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -46,11 +47,14 @@ type GPU struct {
 	Taints  []string `json:"taints,omitempty"`
 	// Largest is the largest unshared device that is still free, such as "3g.40gb" or "GPU".
 	Largest string `json:"largestFree,omitempty"`
-	Free    bool   `json:"free"`
+	// Shares is what is left for shares of each device that claims share.
+	Shares []string `json:"freeShares,omitempty"`
+	Free   bool     `json:"free"`
 
 	devices []*resourceapi.Device
 	left    map[string]resource.Quantity
 	total   map[string]resource.Quantity
+	largest *resourceapi.Device
 }
 
 // Holder is a claim with the part of a GPU that it is allocated.
@@ -58,6 +62,7 @@ type Holder struct {
 	Letter string `json:"letter"`
 	Claim  string `json:"claim"`
 	What   string `json:"what"`
+	Share  string `json:"share,omitempty"`
 	Pods   int    `json:"pods"`
 	Device string `json:"device"`
 }
@@ -69,24 +74,22 @@ type Move struct {
 	Claims []string `json:"claims"`
 }
 
-// whole is how Largest calls a whole GPU.
-const whole = "GPU"
+// How Largest and What call a whole GPU, and one that is bound to a VFIO driver.
+const (
+	whole       = "GPU"
+	passthrough = "GPU for a virtual machine"
+)
 
 // Of returns the state of all nodes with GPUs, or of the node with this name.
 func Of(s *fleet.Snapshot, node string) Report {
 	holders := s.Holders()
-	pods := podsByClaim(s)
-	var r Report
+	r := Report{Nodes: []Node{}}
 	byNode := s.SlicesOf()
-	names := make([]string, 0, len(byNode))
-	for name := range byNode {
-		if node == "" || name == node {
-			names = append(names, name)
+	for _, name := range slices.Sorted(maps.Keys(byNode)) {
+		if node != "" && name != node {
+			continue
 		}
-	}
-	slices.Sort(names)
-	for _, name := range names {
-		n := nodeOf(name, byNode[name], holders, pods)
+		n := nodeOf(s, name, byNode[name], holders)
 		if o := s.Node(name); o != nil {
 			n.Cordoned = o.Spec.Unschedulable
 		}
@@ -98,30 +101,9 @@ func Of(s *fleet.Snapshot, node string) Report {
 	return r
 }
 
-func podsByClaim(s *fleet.Snapshot) map[string]int {
-	count := map[string]int{}
-	for _, p := range s.Pods {
-		if fleet.Ended(p) {
-			continue
-		}
-		for _, ref := range p.Spec.ResourceClaims {
-			if name, _ := fleet.ClaimName(p, ref); name != "" {
-				count[p.Namespace+"/"+name]++
-			}
-		}
-		if e := p.Status.ExtendedResourceClaimStatus; e != nil {
-			count[p.Namespace+"/"+e.ResourceClaimName]++
-		}
-	}
-	return count
-}
-
-func nodeOf(name string, all []*resourceapi.ResourceSlice, holders map[fleet.DeviceID][]fleet.Holder, pods map[string]int) Node {
-	n := Node{Name: name}
-	newest := int64(0)
-	for _, s := range all {
-		newest = max(newest, s.Spec.Pool.Generation)
-	}
+func nodeOf(s *fleet.Snapshot, name string, all []*resourceapi.ResourceSlice, holders map[fleet.DeviceID][]fleet.Holder) Node {
+	newest := fleet.Newest(all)
+	n := Node{Name: name, GPUs: []GPU{}, Incomplete: int64(len(newest)) < newest[0].Spec.Pool.ResourceSliceCount}
 	gpus := map[string]*GPU{}
 	get := func(name string) *GPU {
 		if gpus[name] == nil {
@@ -129,22 +111,16 @@ func nodeOf(name string, all []*resourceapi.ResourceSlice, holders map[fleet.Dev
 		}
 		return gpus[name]
 	}
-	have := int64(0)
-	for _, s := range all {
-		if s.Spec.Pool.Generation != newest {
-			continue
-		}
-		have++
-		n.Incomplete = s.Spec.Pool.ResourceSliceCount > have
-		for _, set := range s.Spec.SharedCounters {
+	for _, slice := range newest {
+		for _, set := range slice.Spec.SharedCounters {
 			g := get(set.Name)
 			g.left, g.total = map[string]resource.Quantity{}, map[string]resource.Quantity{}
 			for counter, c := range set.Counters {
 				g.left[counter], g.total[counter] = c.Value.DeepCopy(), c.Value.DeepCopy()
 			}
 		}
-		for i := range s.Spec.Devices {
-			d := &s.Spec.Devices[i]
+		for i := range slice.Spec.Devices {
+			d := &slice.Spec.Devices[i]
 			if parsed, ok := device.ParseName(d.Name); ok {
 				g := get(parsed.GPU)
 				g.devices = append(g.devices, d)
@@ -153,7 +129,7 @@ func nodeOf(name string, all []*resourceapi.ResourceSlice, holders map[fleet.Dev
 	}
 	claims := map[string]bool{}
 	for _, g := range gpus {
-		g.fill(name, holders, pods)
+		g.fill(s, name, holders)
 		for _, h := range g.Holders {
 			claims[h.Claim] = true
 		}
@@ -167,19 +143,24 @@ func nodeOf(name string, all []*resourceapi.ResourceSlice, holders map[fleet.Dev
 	}
 	n.Claims = len(claims)
 	slices.SortFunc(n.GPUs, func(a, b GPU) int { return strings.Compare(a.Name, b.Name) })
-	n.Largest = largestOf(n.GPUs)
+	var best *resourceapi.Device
+	for _, g := range n.GPUs {
+		if g.largest != nil && (best == nil || larger(g.largest, best)) {
+			best, n.Largest = g.largest, g.Largest
+		}
+	}
 	return n
 }
 
 // fill computes the claims on the GPU and its free capacity.
-func (g *GPU) fill(node string, holders map[fleet.DeviceID][]fleet.Holder, pods map[string]int) {
+func (g *GPU) fill(s *fleet.Snapshot, node string, holders map[fleet.DeviceID][]fleet.Holder) {
 	held := map[string]bool{}
 	slices.SortStableFunc(g.devices, func(a, b *resourceapi.Device) int { return cmp.Compare(placement(a), placement(b)) })
 	bar := strings.Repeat(".", g.width())
 	for _, d := range g.devices {
 		g.Product = cmp.Or(g.Product, attribute(d, "productName"))
 		for _, t := range d.Taints {
-			if text := strings.TrimSuffix(t.Key+"="+t.Value, "=") + ":" + string(t.Effect); !slices.Contains(g.Taints, text) {
+			if text := fleet.TaintText(t); !slices.Contains(g.Taints, text) {
 				g.Taints = append(g.Taints, text)
 			}
 		}
@@ -197,14 +178,55 @@ func (g *GPU) fill(node string, holders map[fleet.DeviceID][]fleet.Holder, pods 
 		}
 		for _, h := range all {
 			letter := string(rune('a' + len(g.Holders)%26))
-			claim := fleet.Key(h.Claim)
-			g.Holders = append(g.Holders, Holder{Letter: letter, Claim: claim, What: what(d), Pods: pods[claim], Device: d.Name})
+			g.Holders = append(g.Holders, Holder{
+				Letter: letter, Claim: fleet.Key(h.Claim), What: what(d), Share: quantities(h.Result.ConsumedCapacity),
+				Pods: len(s.PodsOf(h.Claim)), Device: d.Name,
+			})
 			bar = g.draw(bar, d, letter)
+		}
+		if left := leftOf(d, all); left != "" {
+			g.Shares = append(g.Shares, what(d)+" with "+left)
 		}
 	}
 	g.Bar = bar
-	g.Free = len(g.Holders) == 0 && g.usable(held, whole)
-	g.Largest = g.largest(held)
+	for _, d := range g.devices {
+		if !g.free(d, held) {
+			continue
+		}
+		g.Free = g.Free || len(g.Holders) == 0 && isWhole(what(d))
+		if g.largest == nil || larger(d, g.largest) {
+			g.largest, g.Largest = d, what(d)
+		}
+	}
+}
+
+// leftOf returns what the holders of shares leave of a shared device. It is empty if nothing is
+// left, and for a device without shares. A share needs no cores.
+func leftOf(d *resourceapi.Device, holders []fleet.Holder) string {
+	if !ptr.Deref(d.AllowMultipleAllocations, false) {
+		return ""
+	}
+	left := map[resourceapi.QualifiedName]resource.Quantity{}
+	for name, c := range d.Capacity {
+		q := c.Value.DeepCopy()
+		for _, h := range holders {
+			q.Sub(h.Result.ConsumedCapacity[name])
+		}
+		if q.Sign() <= 0 && name != device.CapacityCores {
+			return ""
+		}
+		left[name] = q
+	}
+	return quantities(left)
+}
+
+func quantities(all map[resourceapi.QualifiedName]resource.Quantity) string {
+	var parts []string
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		q := all[name]
+		parts = append(parts, fmt.Sprintf("%s %s", name, q.String()))
+	}
+	return strings.Join(parts, ", ")
 }
 
 // width is the number of memory slices, or eight for a GPU without partitions.
@@ -242,12 +264,18 @@ func attribute(d *resourceapi.Device, name resourceapi.QualifiedName) string {
 
 // what is the kind of a device in words.
 func what(d *resourceapi.Device) string {
-	kind := cmp.Or(attribute(d, "profile"), whole)
-	if strings.HasSuffix(attribute(d, "type"), "-share") {
-		return "share of " + kind
+	name, kind := cmp.Or(attribute(d, "profile"), whole), attribute(d, "type")
+	switch {
+	case kind == "vfio":
+		return passthrough
+	case strings.HasSuffix(kind, "-share"):
+		return "share of " + name
+	default:
+		return name
 	}
-	return kind
 }
+
+func isWhole(what string) bool { return what == whole || what == passthrough }
 
 // free reports whether the scheduler could allocate the device alone.
 func (g *GPU) free(d *resourceapi.Device, held map[string]bool) bool {
@@ -269,25 +297,7 @@ func (g *GPU) free(d *resourceapi.Device, held map[string]bool) bool {
 	return true
 }
 
-func (g *GPU) usable(held map[string]bool, kind string) bool {
-	return slices.ContainsFunc(g.devices, func(d *resourceapi.Device) bool { return what(d) == kind && g.free(d, held) })
-}
-
-// largest returns the free device with the most memory. Of equal ones, it is the one with the most
-// multiprocessors.
-func (g *GPU) largest(held map[string]bool) string {
-	var best *resourceapi.Device
-	for _, d := range g.devices {
-		if g.free(d, held) && (best == nil || larger(d, best)) {
-			best = d
-		}
-	}
-	if best == nil {
-		return ""
-	}
-	return what(best)
-}
-
+// larger compares by memory, and then by multiprocessors.
 func larger(a, b *resourceapi.Device) bool {
 	for _, name := range []resourceapi.QualifiedName{"memory", "multiprocessors"} {
 		x, y := a.Capacity[name].Value, b.Capacity[name].Value
@@ -296,37 +306,6 @@ func larger(a, b *resourceapi.Device) bool {
 		}
 	}
 	return what(a) == whole && what(b) != whole
-}
-
-// largestOf returns the largest of what the GPUs have free.
-func largestOf(gpus []GPU) string {
-	best, size := "", -1.0
-	for _, g := range gpus {
-		if g.Largest == "" {
-			continue
-		}
-		if s := sizeOf(g.Largest); s > size {
-			best, size = g.Largest, s
-		}
-	}
-	return best
-}
-
-// sizeOf orders profiles of one model: by compute slices, then by memory.
-func sizeOf(profile string) float64 {
-	if profile == whole {
-		return 1e9
-	}
-	slicesText, rest, _ := strings.Cut(profile, "g.")
-	n, err := strconv.Atoi(slicesText[max(0, strings.LastIndex(slicesText, ".")+1):])
-	if err != nil {
-		return 0
-	}
-	memory, err := strconv.Atoi(strings.SplitN(rest, "gb", 2)[0])
-	if err != nil {
-		return float64(n)
-	}
-	return float64(n) + float64(memory)/1e4
 }
 
 // move names the claims to move for a whole GPU, on the GPU where they are fewest. A GPU that one
@@ -338,8 +317,8 @@ func move(n Node) (Move, bool) {
 		if g.Free {
 			return Move{}, false
 		}
-		partly := len(g.Holders) > 0 && !slices.ContainsFunc(g.Holders, func(h Holder) bool { return h.What == whole }) && len(g.Taints) == 0
-		offersWhole := slices.ContainsFunc(g.devices, func(d *resourceapi.Device) bool { return what(d) == whole })
+		partly := len(g.Holders) > 0 && !slices.ContainsFunc(g.Holders, func(h Holder) bool { return isWhole(h.What) }) && len(g.Taints) == 0
+		offersWhole := slices.ContainsFunc(g.devices, func(d *resourceapi.Device) bool { return isWhole(what(d)) })
 		if partly && offersWhole && (best == nil || len(g.Holders) < len(best.Holders)) {
 			best = g
 		}

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/fleet"
 	"github.com/gpu-dra-driver/gpu-dra-driver/cmd/kubectl-gpu/internal/status"
@@ -54,10 +55,57 @@ func TestSharersAreListed(t *testing.T) {
 	c.HeldShare("a", "n1", fleettest.Device(0)+"-share", "memory=10Gi")
 	c.HeldShare("b", "n1", fleettest.Device(0)+"-share", "memory=10Gi")
 	got := text(fleetOf(c), "", true)
-	for _, want := range []string{"[bbbbbbbb]", "a  share of GPU: team-a/a", "b  share of GPU: team-a/b", "free: -"} {
+	for _, want := range []string{
+		"[bbbbbbbb]", "a  share of GPU with memory 10Gi: team-a/a", "b  share of GPU with memory 10Gi: team-a/b",
+		"free: share of GPU with cores 100, memory 60032Mi\n",
+	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("lacks %q:\n%s", want, got)
 		}
+	}
+}
+
+func TestSharesThatAreUsedUp(t *testing.T) {
+	c := fleettest.New()
+	c.Node("n1", fleettest.H100, 1, "static", "[{kind: shares, count: 2}]")
+	c.HeldShare("a", "n1", fleettest.Device(0)+"-share", "shares=1")
+	if got := text(fleetOf(c), "", true); !strings.Contains(got, "free: share of GPU with shares 1\n") {
+		t.Errorf("one share is left:\n%s", got)
+	}
+	c.HeldShare("b", "n1", fleettest.Device(0)+"-share", "shares=1")
+	if got := text(fleetOf(c), "", true); !strings.Contains(got, "free: -\n") {
+		t.Errorf("no share is left:\n%s", got)
+	}
+}
+
+// A GPU for virtual machines counts as a whole one.
+func TestGPUForVirtualMachines(t *testing.T) {
+	c := fleettest.New()
+	c.Node("n1", fleettest.H100, 2, "static", "")
+	for i := range c.Slices[0].Spec.Devices {
+		c.Slices[0].Spec.Devices[i].Attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("vfio")}
+	}
+	c.Held("vm", "n1", fleettest.Device(0))
+	got := text(fleetOf(c), "n1", true)
+	for _, want := range []string{"a  GPU for a virtual machine: team-a/vm", "free: GPU for a virtual machine"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("lacks %q:\n%s", want, got)
+		}
+	}
+	if r := status.Of(fleetOf(c), ""); r.Nodes[0].Free != 1 {
+		t.Errorf("%d GPUs are free, want 1", r.Nodes[0].Free)
+	}
+}
+
+// Without the right to read Pods, a claim's reservation shows its users.
+func TestUsersOfClaimsWithoutPods(t *testing.T) {
+	c := fleettest.New()
+	c.Node("n1", fleettest.H100, 1, "static", "")
+	c.Held("train", "n1", fleettest.Device(0))
+	s := fleetOf(c)
+	s.Pods, s.Missing = nil, []string{"Pods: forbidden"}
+	if got := text(s, "n1", true); !strings.Contains(got, "a  GPU: team-a/train\n") {
+		t.Errorf("got\n%s", got)
 	}
 }
 

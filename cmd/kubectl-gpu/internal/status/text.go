@@ -60,6 +60,15 @@ func orDash(s string) string {
 	return s
 }
 
+// freeText is what of the GPU is free: the largest device, and shares of a device that has some.
+func (g GPU) freeText() string {
+	free := g.Shares
+	if g.Largest != "" {
+		free = append([]string{g.Largest}, free...)
+	}
+	return orDash(strings.Join(free, ", "))
+}
+
 func (n Node) text(w io.Writer) {
 	fmt.Fprint(w, paint.Strong(w, n.Name))
 	if note := n.note(); note != "" {
@@ -67,7 +76,7 @@ func (n Node) text(w io.Writer) {
 	}
 	fmt.Fprintln(w)
 	for _, g := range n.GPUs {
-		fmt.Fprintf(w, "  %s  [%s]  %s, free: %s\n", g.Name, g.Bar, g.Product, orDash(g.Largest))
+		fmt.Fprintf(w, "  %s  [%s]  %s, free: %s\n", g.Name, g.Bar, g.Product, g.freeText())
 		for _, t := range g.Taints {
 			fmt.Fprintf(w, "      %s\n", paint.Careful(w, "taint "+t))
 		}
@@ -76,7 +85,11 @@ func (n Node) text(w io.Writer) {
 			if h.Pods == 0 {
 				idle = ", which no Pod uses"
 			}
-			fmt.Fprintf(w, "      %s  %s: %s%s\n", h.Letter, h.What, h.Claim, idle)
+			share := ""
+			if h.Share != "" {
+				share = " with " + h.Share
+			}
+			fmt.Fprintf(w, "      %s  %s%s: %s%s\n", h.Letter, h.What, share, h.Claim, idle)
 		}
 	}
 }
