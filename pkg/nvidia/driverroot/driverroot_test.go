@@ -5,6 +5,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -122,34 +123,67 @@ func TestEnvironmentSkipsForeignCLibrary(t *testing.T) {
 
 func TestDeviceRootHasMostDeviceNodes(t *testing.T) {
 	if os.Getuid() != 0 {
-		t.Skip("needs root: device nodes")
+		t.Skip("needs root: device nodes, mounts")
 	}
+	control, all := []string{"nvidiactl"}, []string{"nvidiactl", "nvidia-uvm"}
 	for name, tc := range map[string]struct {
-		nodes []string
-		want  bool // whether the driver root is chosen
+		driver, host []string // the device nodes of the driver root, and of the host's /dev
+		want         bool     // whether the driver root is chosen
 	}{
-		"none":         {nil, false},
-		"all":          {[]string{"nvidiactl", "nvidia-uvm"}, true},
-		"only control": {[]string{"nvidiactl"}, true},
-		"only uvm":     {[]string{"nvidia-uvm"}, false},
+		"none":                          {nil, nil, false},
+		"all in the driver root":        {all, nil, true},
+		"some on the host":              {all, control, true},
+		"all in both":                   {all, all, true},
+		"only control, and none else":   {control, nil, true},
+		"only control, all on the host": {control, all, false},
+		"only uvm":                      {[]string{"nvidia-uvm"}, nil, false},
+		"all on the host":               {nil, all, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			root := t.TempDir()
-			if err := os.Mkdir(filepath.Join(root, "dev"), 0o755); err != nil {
-				t.Fatal(err)
-			}
-			for _, n := range tc.nodes {
-				if err := unix.Mknod(filepath.Join(root, "dev", n), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))); err != nil {
-					t.Fatal(err)
-				}
-			}
+			root, host := t.TempDir(), t.TempDir()
+			makeNodes(t, filepath.Join(root, "dev"), tc.driver)
+			makeNodes(t, host, tc.host)
 			want := "/"
 			if tc.want {
 				want = root
 			}
-			if got := DeviceRoot(root); got != want {
+			if got := deviceRootWith(t, host, root); got != want {
 				t.Errorf("DeviceRoot is %s, want %s", got, want)
 			}
 		})
 	}
+}
+
+func makeNodes(t *testing.T, dev string, names []string) {
+	t.Helper()
+	if err := os.MkdirAll(dev, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range names {
+		if err := unix.Mknod(filepath.Join(dev, n), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// deviceRootWith returns DeviceRoot(root) on a host with this /dev, which only one thread sees.
+func deviceRootWith(t *testing.T, dev, root string) string {
+	t.Helper()
+	found := make(chan string, 1)
+	go func() {
+		runtime.LockOSThread() // and never unlocked, so that the thread ends
+		err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS)
+		if err == nil {
+			err = unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, "")
+		}
+		if err == nil {
+			err = unix.Mount(dev, "/dev", "", unix.MS_BIND, "")
+		}
+		if err != nil {
+			found <- err.Error()
+			return
+		}
+		found <- DeviceRoot(root)
+	}()
+	return <-found
 }

@@ -240,6 +240,55 @@ func TestEarlyEndOfWaitDelaysNoEvent(t *testing.T) {
 	}
 }
 
+// A GPU whose system processor does not answer reports XID 119 again and again, and XIDs that NVML
+// does not know are all 999. Such a storm must neither delay nor hide another GPU's events, and
+// equal events must become one signal.
+func TestXIDStormDelaysNoOtherGPU(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Host, "")
+	w := watchSite(s, nil)
+	w.awaitListening()
+	f, err := state.Open(layout.StatePath(s.Root))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	const burst, rounds = 400, 10
+	storm := func() (err error) {
+		for range burst / 2 {
+			err = errors.Join(err, f.XID(0, 119), f.XID(0, 999))
+		}
+		return err
+	}
+	signals, events := 0, 0
+	await := func(card device.Card, code uint64) {
+		t.Helper()
+		w.await(fmt.Sprintf("XID %d of %s", code, card), func(signal device.Signal) bool {
+			e := signal.Event
+			if e != nil && e.Card == s.Card(0) && e.XID != code {
+				signals, events = signals+1, events+e.Count
+			}
+			return e != nil && e.Card == card && e.XID == code
+		})
+	}
+	for round := range uint64(rounds) {
+		if err := errors.Join(storm(), f.XID(1, 200+round), storm()); err != nil {
+			t.Fatal(err)
+		}
+		at := time.Now()
+		await(s.Card(1), 200+round)
+		if took := time.Since(at); took > 5*time.Second { // a taint has a second, but the machine may be busy
+			t.Errorf("an event of the other GPU came after %s", took)
+		}
+	}
+	if err := f.XID(0, 31); err != nil {
+		t.Fatal(err)
+	}
+	await(s.Card(0), 31)
+	if want := 2 * burst * rounds; events != want || signals > want/10 {
+		t.Errorf("%d events became %d signals, which count %d", want, signals, events)
+	}
+}
+
 // A lost GPU may answer with UNKNOWN, or not before a timeout in the driver.
 func TestLostGPUIsReportedHoweverItAnswers(t *testing.T) {
 	for _, answer := range []state.LostAnswer{state.LostGone, state.LostUnknown, state.LostSilent} {

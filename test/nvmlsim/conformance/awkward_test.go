@@ -123,6 +123,34 @@ func TestDRMNodesOfEachGPU(t *testing.T) {
 	}
 }
 
+// The validator of NVIDIA's GPU operator: the host's /dev may have some of a driver container's
+// device nodes. The library uses all GPUs, because run by root it makes the missing nodes.
+func TestHostHasSomeDeviceNodesOfDriverContainer(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: mounts")
+	}
+	s := newSite(t, "awkward", layout.Container, "")
+	expectNodes := func(want ...string) {
+		t.Helper()
+		nodes, err := filepath.Glob(filepath.Join(s.dev, "nvidia*"))
+		for i := range nodes {
+			nodes[i] = filepath.Base(nodes[i])
+		}
+		if err != nil || !slices.Equal(nodes, want) {
+			t.Errorf("the host has %v (%v), want %v", nodes, err, want)
+		}
+	}
+	expectNodes("nvidia0", "nvidiactl")
+	s.change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(0) })
+	command := exec.Command("unshare", "-m", "sh", "-ec", `mount --bind "$1" /dev; exec "$2"`, "sh", s.dev, os.Args[0]) //nolint:gosec // our own
+	command.Env = append(os.Environ(), append(s.environment(), roleVariable+"=count")...)
+	if out, err := command.CombinedOutput(); err != nil || string(out) != "8\n" {
+		t.Errorf("with the host's /dev NVML lists %q (%v), want 8 GPUs", out, err)
+	}
+	s.change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, false) })
+	expectNodes()
+}
+
 // siderolabs/extensions#940: some hosts have ldconfig elsewhere, or not at all.
 func TestNodeWithoutLdconfig(t *testing.T) {
 	if os.Getuid() != 0 {

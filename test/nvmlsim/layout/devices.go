@@ -149,7 +149,31 @@ func (c *Config) applyDevices(v view) error {
 			return err
 		}
 	}
-	folder := c.deviceDir()
+	if err := c.applyNodes(c.deviceDir(), nodes); err != nil {
+		return err
+	}
+	if c.Kind == Container && c.Node.HostNodesInPart {
+		if err := c.applyNodes(c.Dev, c.hostPart(nodes)); err != nil {
+			return err
+		}
+	}
+	return c.applyDRM(v)
+}
+
+// hostPart returns those of a driver container's device nodes that the host's /dev has too: the
+// control node and the first GPU's.
+func (c *Config) hostPart(nodes []deviceNode) []deviceNode {
+	var part []deviceNode
+	for _, node := range nodes {
+		if node.name == controlDevice || node.name == fmt.Sprintf("nvidia%d", *c.Node.GPUs[0].Minor) {
+			part = append(part, node)
+		}
+	}
+	return part
+}
+
+// applyNodes creates these device nodes in the folder, and removes others of the driver's.
+func (c *Config) applyNodes(folder string, nodes []deviceNode) error {
 	wanted := map[string]bool{}
 	for _, node := range nodes {
 		wanted[node.name] = true
@@ -167,9 +191,6 @@ func (c *Config) applyDevices(v view) error {
 		if err := removeNode(filepath.Join(folder, name)); err != nil {
 			return err
 		}
-	}
-	if err := c.applyDRM(v); err != nil {
-		return err
 	}
 	if len(nodes) == 0 {
 		_ = os.Remove(filepath.Join(folder, "nvidia-caps")) // fails if the folder is not empty

@@ -9,10 +9,9 @@
  * Success also means available: the node is a plain file, which the layout creates without mknod.
  * The folder is the first of
  *   1. the environment variable NVMLSIM_DEV;
- *   2. /dev, where it has nvidiactl;
- *   3. dev in the library's own driver root, because a driver container has its own /dev.
- *      (There the real library, run by root, creates missing nodes itself.)
- *   4. /dev.
+ *   2. dev in the library's own driver root, where it has nvidiactl: that of a driver container.
+ *      The host's /dev may lack nodes, which the real library, run by root, creates itself;
+ *   3. /dev.
  */
 #define _GNU_SOURCE
 #include "sim.h"
@@ -38,7 +37,7 @@ void sim_device_folder(char *folder, size_t size)
 {
     const char *named = getenv("NVMLSIM_DEV");
     snprintf(folder, size, "%s", named && *named ? named : "/dev");
-    if ((named && *named) || has_control_device("/dev"))
+    if (named && *named)
         return;
     char root[PATH_MAX], candidate[2 * PATH_MAX];
     snprintf(root, sizeof root, "%s", sim_library_path());

@@ -39,6 +39,9 @@ type Node struct {
 	NoCapabilityNodes bool `json:"noCapabilityNodes,omitempty"`
 	// DRMNodes gives each GPU its DRM device nodes, as the kernel module nvidia-drm does.
 	DRMNodes bool `json:"drmNodes,omitempty"`
+	// HostNodesInPart gives the host's /dev only the control node and the first GPU's, of all the
+	// device nodes that a driver container has in its own root.
+	HostNodesInPart bool `json:"hostNodesInPart,omitempty"`
 	// NoLdconfig moves ldconfig from /sbin to bin/ldconfig of the layout's folder, as on hosts that
 	// have it elsewhere. It needs the layout's MountRoot.
 	NoLdconfig bool `json:"noLdconfig,omitempty"`
