@@ -25,13 +25,14 @@ build -tags netgo,osusergo -ldflags "-s -w -extldflags=-static" -o "$packed/nvid
     github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook 2>"$packed/log" || { cat "$packed/log" >&2; exit 1; }
 rm "$packed/log"
 ${CC:-gcc} -std=gnu11 -O2 -s -Wall -Wextra -Werror -o "$packed/cudacheck" test/hwcheck/cudacheck/cudacheck.c -ldl
+CGO_ENABLED=0 build -ldflags "-s -w" -o "$packed/passthrough" ./test/hwcheck/passthrough
 cp "$(go run ./test/cluster/cmd/cluster program runc)" "$packed/runc"
 # Without -n, gzip would store the time, and the same programs would give other bytes.
 gzip -9 -n "$packed"/*
 
 CGO_ENABLED=0 build -ldflags "-s -w" -o "$folder/hwcheck" ./test/hwcheck
 cp test/nvmlsim/models/*.yaml "$folder/models/"
-cp test/hardware/README.md test/hardware/job.yaml test/hardware/Dockerfile LICENSE "$folder/"
+cp test/hardware/README.md test/hardware/writing.md test/hardware/job.yaml test/hardware/Dockerfile LICENSE "$folder/"
 
 size=$(du -sb "$folder" | cut -f1)
 [ "$size" -lt "$limit" ] || { echo "hwcheck.sh: $folder has $size bytes, more than $limit" >&2; exit 1; }

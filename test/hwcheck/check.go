@@ -92,7 +92,7 @@ func (s *visit) show(title, language, text string) {
 }
 
 func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
-	s.showPassthrough()
+	s.showPassthrough(ctx)
 	specs := s.findDriver(ctx, places, empty)
 	if s.report.Driver == nil {
 		return
@@ -108,12 +108,23 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 		if set := s.checkSpecs(specs, offered); set != nil && len(offered) > 0 {
 			c := &containers{programs: s.programs, work: s.work, specs: set, libraries: driverLibraries(s.report.Driver)}
 			s.checkListing(ctx, c, offered)
+			s.checkTimeSlice(ctx, c, offered[0])
 			s.checkCUDA(ctx, c, offered[0])
 			s.checkMPS(ctx, c, offered[0])
 		}
 		s.checkScans(ctx, w)
 	}
 	s.endWatcher(w)
+}
+
+// showPassthrough adds to the report what sysfs says about passing each GPU to a virtual machine.
+func (s *visit) showPassthrough(ctx context.Context) {
+	args := []string{s.sysfs}
+	for _, f := range s.report.Machine.PCI {
+		args = append(args, f.Address)
+	}
+	result := s.programs.run(ctx, passthrough, args...)
+	s.show("Passthrough to virtual machines, by sysfs", "", result.stdout+result.stderr)
 }
 
 // inventory runs "gpu-kubelet-plugin inventory" with the driver root at root. format is the value
@@ -163,6 +174,7 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 	dev := devRoot(s.options, p.root)
 	s.report.Driver = &facts.Driver{Root: p.root, Library: p.nvml, DevRoot: dev, Passed: passed}
 	s.report.Machine.DeviceNodes = deviceNodes(filepath.Join(dev, "dev"))
+	s.report.Machine.NumberLinks = numberLinks("/dev") // runc looks there, wherever the nodes are
 	if specs == "" {
 		s.add(name, facts.Failed, "the plugin cannot serve GPUs from any driver root that has %s: %s", nvmlName, strings.Join(passed, "; "))
 		if !slices.Contains(s.report.Machine.DeviceNodes, "nvidiactl") {

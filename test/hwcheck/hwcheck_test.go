@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -89,8 +90,9 @@ func newMachine(t *testing.T, node string, kind layout.Kind, change func(*layout
 	if err != nil {
 		t.Fatal(err)
 	}
+	described.AttachCost.Duration = min(described.AttachCost.Duration, 100*time.Millisecond)
 	config := layout.Config{Kind: kind, Node: described}
-	if kind != layout.Container {
+	if kind != layout.Container || described.HostNodesInPart {
 		config.Dev = t.TempDir()
 	}
 	o := layout.Options{
@@ -286,7 +288,9 @@ func driverState(t *testing.T, m *machine) []byte {
 }
 
 func TestMatchingMachineAgrees(t *testing.T) {
-	for name, kind := range map[string]layout.Kind{"dgx-h100": layout.Container, "t4-x1": layout.Bare, "mixed": layout.Bare} {
+	for name, kind := range map[string]layout.Kind{
+		"dgx-h100": layout.Container, "t4-x1": layout.Bare, "mixed": layout.Bare, "awkward": layout.Container,
+	} {
 		t.Run(fmt.Sprintf("%s, %s", name, kind), func(t *testing.T) {
 			m := newMachine(t, name, kind, nil)
 			if name == "t4-x1" {
@@ -295,7 +299,7 @@ func TestMatchingMachineAgrees(t *testing.T) {
 			before := driverState(t, m)
 			r := m.check(m.in0()...)
 			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck,
-				gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
+				timeSliceCheck, gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
 			r.wantVerdicts(t, all(facts.NotProven, cudaWithout, cudaWith, mpsWith))
 			described, err := model.ReadNode(filepath.Join(simulator, "nodes", name+".yaml"), t.Name())
 			if err != nil {
@@ -308,6 +312,9 @@ func TestMatchingMachineAgrees(t *testing.T) {
 			if r.report != r.out || !strings.Contains(r.report, "This check only reads") || !strings.Contains(r.report, "kind: ResourceSlice") ||
 				!strings.Contains(r.report, "k8s.gpu.nvidia.com/claim") || !strings.Contains(r.report, "| NVIDIA-SMI") {
 				t.Errorf("the report lacks something:\n%s", r.report)
+			}
+			if got := strings.Count(r.report, " could not be offered: "); got != len(described.GPUs) { // no IOMMU here
+				t.Errorf("%d GPUs are described as unfit for passthrough", got)
 			}
 			r.wantOnlyCUDANotProven(t)
 			r.wantMeasured(t, m)
@@ -347,6 +354,10 @@ func (r result) wantMeasured(t *testing.T, m *machine) {
 	g := r.facts.Getters
 	if g == nil || len(g.Privileged) < 40 || len(g.Privileged) != len(g.Unprivileged) {
 		t.Errorf("getters: %+v", g)
+	}
+	k := r.facts.Machine.KernelDriver
+	if k == nil || !strings.HasPrefix(k.Version, "NVRM version") || len(k.Majors) == 0 || !slices.Contains(k.Capabilities, "mig/config") {
+		t.Errorf("kernel driver: %+v", k)
 	}
 	l := r.facts.Libraries
 	if l == nil || len(l.Files) != 5 || !strings.HasPrefix(l.GLIBC, "2.") || !strings.HasPrefix(l.Files[0].GLIBC, "2.") {

@@ -76,6 +76,47 @@ func (s *visit) judgeTable(c *containers, result outcome) {
 	}
 }
 
+// timeSliceRow is the row of a GPU in the table of time-slices, with a value that the plugin knows.
+var timeSliceRow = regexp.MustCompile(`(?mi)^\|\s+\d+\s+Timeslice\s+(Default|Short|Medium|Long)\s+\|$`)
+
+// checkTimeSlice lists the time-slices in a container with one GPU. It adds to the report whether
+// the plugin can read the table.
+func (s *visit) checkTimeSlice(ctx context.Context, c *containers, given offer) {
+	host, inside, ok := c.specs.mounted(nvidiaSMI)
+	if !ok {
+		return // checkListing reported it
+	}
+	devices, err := c.specs.devices([]offer{given})
+	if err != nil {
+		s.add(timeSliceCheck, facts.Failed, "%v", err)
+		return
+	}
+	result := c.run(ctx, guest{host: host, inside: inside}, devices, timeSliceArguments...)
+	if ctx.Err() != nil {
+		return
+	}
+	s.show("nvidia-smi "+strings.Join(timeSliceArguments, " "), "", result.stdout+result.stderr)
+	s.judgeTimeSlice(c, result)
+}
+
+const timeSliceCheck = "the plugin can read the time-slice"
+
+// judgeTimeSlice accepts a GPU without time-slices, because the plugin refuses claims for one
+// there.
+func (s *visit) judgeTimeSlice(c *containers, result outcome) {
+	rows := timeSliceRow.FindAllStringSubmatch(result.stdout, -1)
+	switch {
+	case result.err != nil && strings.Contains(strings.ToLower(result.summary()), "not supported"):
+		s.add(timeSliceCheck, facts.Agreed, "this GPU has none: %s", lastLines(result.summary(), 1))
+	case result.err != nil:
+		s.add(timeSliceCheck, facts.Failed, "%s", lastLines(result.summary(), 3))
+	case c.way != onTheMachine && len(rows) != 1, len(rows) == 0:
+		s.add(timeSliceCheck, facts.Differed, "%d rows of time-slices that the plugin can read", len(rows))
+	default:
+		s.add(timeSliceCheck, facts.Agreed, "it is %s", rows[0][1])
+	}
+}
+
 func (s *visit) judgeListing(name string, c *containers, given []offer, result outcome) {
 	var seen []string
 	for _, match := range uuidForm.FindAllStringSubmatch(result.stdout, -1) {

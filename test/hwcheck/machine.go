@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -21,7 +22,47 @@ func look(o options) facts.Machine {
 		m.Kernel = unix.ByteSliceToString(names.Release[:])
 	}
 	m.PCI = pciFunctions(o.sysfs)
+	m.KernelDriver = kernelDriver(o.proc)
 	return m
+}
+
+// kernelDriver reads what procfs says about the loaded driver.
+func kernelDriver(proc string) *facts.KernelDriver {
+	folder := filepath.Join(proc, "driver/nvidia")
+	version, _, _ := strings.Cut(content(folder, "version"), "\n")
+	if version == "" {
+		return nil
+	}
+	found := &facts.KernelDriver{Version: version}
+	if parameters := content(folder, "params"); parameters != "" {
+		found.Parameters = strings.Split(parameters, "\n")
+	}
+	capabilities := filepath.Join(folder, "capabilities")
+	_ = filepath.WalkDir(capabilities, func(path string, entry fs.DirEntry, err error) error {
+		if err == nil && !entry.IsDir() {
+			found.Capabilities = append(found.Capabilities, strings.TrimPrefix(path, capabilities+"/"))
+		}
+		return nil // a file that cannot be read is left out
+	})
+	for line := range strings.SplitSeq(content(proc, "devices"), "\n") {
+		if strings.Contains(line, "nvidia") {
+			found.Majors = append(found.Majors, strings.TrimSpace(line))
+		}
+	}
+	return found
+}
+
+// numberLinks counts the links in the folder char of dev that lead to NVIDIA's device nodes.
+// Containers need them after a reload of systemd.
+func numberLinks(dev string) int {
+	links, _ := filepath.Glob(filepath.Join(dev, "char/*"))
+	count := 0
+	for _, link := range links {
+		if target, err := os.Readlink(link); err == nil && strings.Contains(target, "nvidia") {
+			count++
+		}
+	}
+	return count
 }
 
 func osName() string {

@@ -36,7 +36,7 @@ const (
 )
 
 const promise = `This check only reads. It runs gpu-kubelet-plugin inventory and watch, a comparison through NVML,
-nvidia-smi without arguments or with -L, runc, and a CUDA program of its own that uses 4 KiB of one GPU.
+nvidia-smi without arguments, with -L or compute-policy --list, runc, and a CUDA program of its own that uses 4 KiB of one GPU.
 The program also runs as two clients of an MPS daemon in a container made by runc, with 256 MiB each,
 or 1.25 GiB each if MPS does not enforce their limit. With less than 3 GiB free it starts no daemon.
 Every program that uses the driver runs without capabilities, so the driver itself would refuse to

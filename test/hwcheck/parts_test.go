@@ -25,6 +25,8 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 	}{
 		{nvidiaSMI, nil, true},
 		{nvidiaSMI, []string{"-L"}, true},
+		{nvidiaSMI, []string{"compute-policy", "--list"}, true},
+		{nvidiaSMI, []string{"compute-policy", "--set-timeslice=1"}, false},
 		{nvidiaSMI, []string{"-r"}, false},
 		{nvidiaSMI, []string{"-mig", "1"}, false},
 		{nvidiaSMI, []string{"-L", "-pm", "1"}, false},
@@ -212,6 +214,33 @@ func TestCUDAVerdicts(t *testing.T) {
 			s.judgeNoCUDA("without", c, x.result)
 			if got := s.report.Checks; got[0].Verdict != x.with || got[1].Verdict != x.without {
 				t.Errorf("%+v, want %s and %s", got, x.with, x.without)
+			}
+		})
+	}
+}
+
+func TestTimeSliceVerdicts(t *testing.T) {
+	const row = "|   0   Timeslice       Default       |\n"
+	failed := exec.Command("/bin/false").Run()
+	for _, x := range []struct {
+		name   string
+		result outcome
+		way    way
+		want   facts.Verdict
+	}{
+		{"one row", outcome{stdout: "| GPU     Name            Value         |\n" + row}, byRunc, facts.Agreed},
+		{"two rows in a container with one GPU", outcome{stdout: row + row}, byRunc, facts.Differed},
+		{"two rows on the machine", outcome{stdout: row + row}, onTheMachine, facts.Agreed},
+		{"no row", outcome{}, onTheMachine, facts.Differed},
+		{"an unknown value", outcome{stdout: "| 0 Timeslice Enormous |\n"}, byRunc, facts.Differed},
+		{"a GPU without time-slices", outcome{stdout: "Failed to get: Not Supported\n", err: failed}, byRunc, facts.Agreed},
+		{"an error", outcome{stderr: "Unknown Error\n", err: failed}, byRunc, facts.Failed},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			s := &visit{progress: io.Discard}
+			s.judgeTimeSlice(&containers{way: x.way}, x.result)
+			if got := s.report.Checks; len(got) != 1 || got[0].Verdict != x.want {
+				t.Errorf("%+v, want %s", got, x.want)
 			}
 		})
 	}

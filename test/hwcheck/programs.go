@@ -25,10 +25,14 @@ const (
 	hook        = "nvidia-cdi-hook" // only runc runs it, as the CDI spec says
 	nvidiaSMI   = "nvidia-smi"      // installed on the machine
 	cudaCheck   = "cudacheck"       // our own CUDA program
+	passthrough = "passthrough"     // reads sysfs only
 )
 
 // smiArguments are the permitted argument lists of nvidia-smi. None of them changes anything.
-var smiArguments = [][]string{nil, {"-L"}}
+var smiArguments = [][]string{nil, {"-L"}, timeSliceArguments}
+
+// timeSliceArguments make nvidia-smi list the time-slices. The plugin reads this table.
+var timeSliceArguments = []string{"compute-policy", "--list"}
 
 // checkPermitted returns an error unless hwcheck may run the program with these arguments.
 func checkPermitted(program string, args []string) error {
@@ -42,6 +46,8 @@ func checkPermitted(program string, args []string) error {
 		ok = len(args) > 1 && args[0] == "-lib" && args[1] != ""
 	case runc:
 		ok = slices.Contains(args, "run") != slices.Contains(args, "delete")
+	case passthrough:
+		ok = len(args) > 0
 	case cudaCheck:
 		ok = len(args) == 0 || slices.Equal(args, []string{mpsArgument})
 	case nvidiaSMI:
@@ -63,7 +69,7 @@ type programs struct {
 // unpack unpacks the programs to dir. The folder of hwcheck contains them compressed, to be small.
 func unpack(self, dir string) (programs, error) {
 	packed := filepath.Join(filepath.Dir(self), "programs")
-	for _, name := range []string{plugin, conformance, runc, hook, cudaCheck} {
+	for _, name := range []string{plugin, conformance, runc, hook, cudaCheck, passthrough} {
 		if err := unpackFile(filepath.Join(packed, name+".gz"), filepath.Join(dir, name)); err != nil {
 			return programs{}, fmt.Errorf("unpack %s (the folder of hwcheck must be complete): %w", name, err)
 		}

@@ -103,7 +103,12 @@ func (s *visit) writeMachine(b *strings.Builder) {
 	if len(s.report.Machine.PCI) == 0 {
 		fmt.Fprint(b, "- no NVIDIA display controller in sysfs\n")
 	}
-	fmt.Fprintf(b, "- device nodes: %s\n", orNone(strings.Join(s.report.Machine.DeviceNodes, ", ")))
+	fmt.Fprintf(b, "- device nodes: %s; %d links to them in /dev/char\n",
+		orNone(strings.Join(s.report.Machine.DeviceNodes, ", ")), s.report.Machine.NumberLinks)
+	if k := s.report.Machine.KernelDriver; k != nil {
+		fmt.Fprintf(b, "- kernel driver: %s\n- its majors: %s\n- its capabilities: %s\n- its parameters: %s\n", k.Version,
+			orNone(strings.Join(k.Majors, ", ")), orNone(strings.Join(k.Capabilities, ", ")), orNone(strings.Join(k.Parameters, ", ")))
+	}
 	if d := s.report.Driver; d != nil {
 		fmt.Fprintf(b, "- driver root `%s`, NVML `%s`, device nodes below `%s`\n", d.Root, d.Library, d.DevRoot)
 		for _, p := range d.Passed {

@@ -43,8 +43,22 @@ type Machine struct {
 	Cgroups      string `json:"cgroups"`
 	// PCI lists NVIDIA's display controllers that sysfs shows.
 	PCI []PCIFunction `json:"pci,omitempty"`
-	// DeviceNodes are the names of the NVIDIA device nodes in /dev.
+	// DeviceNodes are the names of the NVIDIA device nodes in /dev. NumberLinks counts the links in
+	// /dev/char that lead to one.
 	DeviceNodes []string `json:"deviceNodes,omitempty"`
+	NumberLinks int      `json:"numberLinks"`
+	// KernelDriver is what procfs says about the driver, or nil if it is not loaded.
+	KernelDriver *KernelDriver `json:"kernelDriver,omitempty"`
+}
+
+// KernelDriver has the content of files in /proc/driver/nvidia, and NVIDIA's lines of
+// /proc/devices.
+type KernelDriver struct {
+	Version    string   `json:"version"`
+	Parameters []string `json:"parameters,omitempty"`
+	// Capabilities are the paths of the files below /proc/driver/nvidia/capabilities.
+	Capabilities []string `json:"capabilities,omitempty"`
+	Majors       []string `json:"majors,omitempty"`
 }
 
 // PCIFunction is one GPU as the PCI bus shows it.

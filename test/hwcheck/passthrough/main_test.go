@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
 func TestReportSaysWhatPassthroughWouldOffer(t *testing.T) {
@@ -34,10 +33,7 @@ func TestReportSaysWhatPassthroughWouldOffer(t *testing.T) {
 	if got := describeGroup(g, aliases); !strings.Contains(got, "could not be offered: the kernel cannot reset it") {
 		t.Error(got)
 	}
-	s := &visit{options: options{sysfs: t.TempDir()}}
-	s.report.Machine.PCI = []facts.PCIFunction{{Address: "0000:1b:00.0"}}
-	s.showPassthrough()
-	if len(s.shown) != 1 || !strings.Contains(s.shown[0].text, "0000:1b:00.0: read class") {
-		t.Errorf("%+v", s.shown)
+	if got := describe(t.TempDir(), "0000:1b:00.0", aliases); !strings.Contains(got, "0000:1b:00.0: read class") {
+		t.Error(got)
 	}
 }

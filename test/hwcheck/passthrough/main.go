@@ -1,3 +1,7 @@
+// Passthrough prints what sysfs says about passing GPUs to virtual machines. Its arguments are the
+// folder of sysfs and the GPUs' PCI addresses. It needs no NVIDIA driver.
+//
+// It is a program of its own because it is large, and hwcheck's folder has its programs compressed.
 package main
 
 import (
@@ -6,7 +10,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -14,24 +17,27 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 )
 
-// showPassthrough adds to the report what sysfs says about passing each GPU to a virtual machine.
-// It needs no NVIDIA driver.
-func (s *visit) showPassthrough() {
+func main() {
+	if len(os.Args) < 2 {
+		fmt.Fprintln(os.Stderr, "usage: passthrough SYSFS ADDRESS...")
+		os.Exit(2)
+	}
 	aliases := "/lib/modules/unknown/modules.alias"
 	var names unix.Utsname
 	if unix.Uname(&names) == nil {
 		aliases = filepath.Join("/lib/modules", unix.ByteSliceToString(names.Release[:]), "modules.alias")
 	}
-	var text strings.Builder
-	for _, f := range s.report.Machine.PCI {
-		g, err := vfio.Read(s.sysfs, device.PCIAddress(f.Address))
-		if err != nil {
-			fmt.Fprintf(&text, "%s: %v\n", f.Address, err)
-			continue
-		}
-		fmt.Fprintf(&text, "%s\n", describeGroup(g, aliases))
+	for _, address := range os.Args[2:] {
+		fmt.Println(describe(os.Args[1], device.PCIAddress(address), aliases))
 	}
-	s.show("Passthrough to virtual machines, by sysfs", "", text.String())
+}
+
+func describe(sysfs string, gpu device.PCIAddress, aliases string) string {
+	g, err := vfio.Read(sysfs, gpu)
+	if err != nil {
+		return fmt.Sprintf("%s: %v", gpu, err)
+	}
+	return describeGroup(g, aliases)
 }
 
 // describeGroup says whether the GPU could be passed to a virtual machine, and with which functions
