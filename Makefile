@@ -149,7 +149,7 @@ check: vet lint text helm-lint sbom reproducible ## Static checks: go vet, linte
 .PHONY: text
 text: toolchain $(VALE) ## Check the words and width of all texts, and the sentences of the documentation
 	go run ./hack/textcheck
-	$(VALE) --no-global --config hack/vale/.vale.ini --output line $$(git ls-files '*.md' ':!*/testdata/*')
+	$(VALE) --no-global --config hack/vale/.vale.ini --output line $$(git ls-files '*.md' ':!*/testdata/*' ':!test/hardware/*/*')
 
 .PHONY: test
 test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster

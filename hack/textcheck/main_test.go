@@ -40,6 +40,7 @@ func TestCheck(t *testing.T) {
 		"after an escape":   {"a.go", `"\nstray"`, []string{`a.go:1: "stray": write leftover`}},
 		"file name":         {"pkg/mend_test.go", "", []string{`pkg/mend_test.go:0: "mend": write repair, fix`}},
 		"name of testdata":  {"testdata/outbox.txt", "told", []string{`testdata/outbox.txt:0: "outbox": write event queue`}},
+		"report of hwcheck": {"test/hardware/a/report.md", "told", nil},
 		"longer words":      {"a.go", "return recommend amend commend adjoint enjoint overturn RETURN", nil},
 		"riddle":            {"a.go", "// Nobody\twaits", []string{`a.go:1: "Nobody": name who: no claim, no process, no user`}},
 		"riddle, two words": {"a.go", "what  is  said", []string{`a.go:1: "is  said": say who logs, reports or writes it`}},
