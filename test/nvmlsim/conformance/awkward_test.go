@@ -142,7 +142,8 @@ func TestHostHasSomeDeviceNodesOfDriverContainer(t *testing.T) {
 	}
 	expectNodes("nvidia0", "nvidiactl")
 	s.change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(0) })
-	command := exec.Command("unshare", "-m", "sh", "-ec", `mount --bind "$1" /dev; exec "$2"`, "sh", s.dev, os.Args[0]) //nolint:gosec // our own
+	const script = `mount --bind "$1" /dev; exec "$2"`
+	command := exec.Command("unshare", "-m", "sh", "-ec", script, "sh", s.dev, os.Args[0]) //nolint:gosec // our own
 	command.Env = append(os.Environ(), append(s.environment(), roleVariable+"=count")...)
 	if out, err := command.CombinedOutput(); err != nil || string(out) != "8\n" {
 		t.Errorf("with the host's /dev NVML lists %q (%v), want 8 GPUs", out, err)
