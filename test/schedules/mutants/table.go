@@ -3,6 +3,7 @@ package main
 const (
 	checkpointDir = "pkg/checkpoint"
 	durableDir    = "pkg/durable"
+	lockDir       = "pkg/lock"
 	prepareDir    = "pkg/prepare"
 	ledgerDir     = "pkg/prepare/ledger"
 	reconcileDir  = "pkg/prepare/reconcile"
@@ -19,6 +20,7 @@ var mutants = []mutant{
 	{"what a killed process wrote is taken for synced", checkpointDir, "(*Store).SyncDirs", emptyRange{}},
 	{"claims are not locked", prepareDir, "(*Preparer).LockClaim", lastArgument{call{to: "Acquire"}, ""}},
 	{"GPUs are not locked", prepareDir, "LockGPUs", lastArgument{call{to: "Add"}, ""}},
+	{"locks are shared", lockDir, "(*waiter).tryLock", instead{"F_WRLCK", "F_RDLCK"}},
 	{"conflicts with other claims are not checked", prepareDir, "(*Preparer).prepare", skip{call{to: "checkConflicts"}}},
 	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},
 	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
