@@ -42,6 +42,7 @@ func TestLargeFleet(t *testing.T) {
 		t.Skip("make test-explain-long runs it, without the race detector")
 	}
 	const maxTime, maxBytes = 4 * time.Second, 500 << 20
+	const maxRead = 6 * time.Second // of JSON. An API server answers in protobuf, which is faster
 	defer debug.SetMemoryLimit(debug.SetMemoryLimit(memoryLimit))
 	path := largeFleet(t)
 	debug.FreeOSMemory()
@@ -81,8 +82,12 @@ func TestLargeFleet(t *testing.T) {
 		runtime.ReadMemStats(&m)
 		used := m.Sys - m.HeapReleased
 		t.Logf("%s: %s, %d MiB from the system", command.name, took.Round(time.Millisecond), used>>20)
-		if took > maxTime {
-			t.Errorf("%s took %s, want at most %s", command.name, took, maxTime)
+		limit := maxTime
+		if command.name == "read" {
+			limit = maxRead
+		}
+		if took > limit {
+			t.Errorf("%s took %s, want at most %s", command.name, took, limit)
 		}
 		if used > maxBytes {
 			t.Errorf("%s: %d MiB, want at most %d", command.name, used>>20, maxBytes>>20)
