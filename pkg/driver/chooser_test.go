@@ -43,7 +43,8 @@ func TestWrongLabelAtStartAppliesNothing(t *testing.T) {
 	applied, recorded := &appliedSettings{}, record.NewFakeRecorder(10)
 	c := &chooser{document: document, events: events.NewFor(recorded, "node"), apply: applied.apply}
 	c.SetLabels(t.Context(), map[string]string{settings.Label: "kept"})
-	if got := <-recorded.Events; applied.all() != "" || !strings.Contains(got, "No partitions are changed") || !strings.Contains(got, `"kept"`) {
+	got := <-recorded.Events
+	if applied.all() != "" || !strings.Contains(got, "No partitions are changed") || !strings.Contains(got, `"kept"`) {
 		t.Errorf("applied %q, and wrote the Event %q", applied.all(), got)
 	}
 	c.SetLabels(t.Context(), map[string]string{settings.Label: "keep"})
