@@ -340,7 +340,7 @@ func (w *world) testConfigurations(u tenant) {
 	w.offersShares(t, a100, 0)
 	u.running("keeps")
 	u.end("keeps")
-	// Not the last GPU: the watcher misses its XIDs while its MIG mode, which the Pod needed, is disabled.
+	// Not the last GPU: the watcher misses its XIDs while its MIG mode is disabled after the Pod.
 	const other = "0000:d1:00.0"
 	w.nvmlsim(t, h100, "xid", other, "95")
 	w.becomes(t, wholeName(other), "gpu.nvidia.com/xid=95:NoExecute")
