@@ -182,7 +182,8 @@ func TestCommands(t *testing.T) {
 func TestStructuredOutput(t *testing.T) {
 	archive := archiveOf(t, waiting())
 	for _, command := range [][]string{
-		{"explain", "pod", "p", "-n", "team-a"}, {"status"}, {"doctor"}, {"migrate", "check"}, {"slices", "t4-16gb", "--for", "karpenter"}, {"gather"},
+		{"explain", "pod", "p", "-n", "team-a"}, {"status"}, {"doctor"}, {"migrate", "check"},
+		{"slices", "t4-16gb", "--for", "karpenter"}, {"gather"},
 	} {
 		t.Chdir(t.TempDir())
 		for format, decode := range map[string]func([]byte, any) error{
@@ -211,7 +212,8 @@ func TestGatherFromArchive(t *testing.T) {
 		!strings.Contains(out, "resourceslices.json") {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if _, err := run(t, "gather", "--archive", archive, "-f", second); !errors.Is(err, os.ErrExist) || !strings.Contains(err.Error(), "with -f") {
+	if _, err := run(t, "gather", "--archive", archive, "-f", second); !errors.Is(err, os.ErrExist) ||
+		!strings.Contains(err.Error(), "with -f") {
 		t.Errorf("gather replaced an existing file: %v", err)
 	}
 	first, err := run(t, "explain", "pod", "p", "-n", "team-a", "--archive", archive)

@@ -124,7 +124,8 @@ func TestArchiveIsBounded(t *testing.T) {
 }
 
 func TestDamagedArchivesAreErrors(t *testing.T) {
-	const manifestOfPods = `{"format":1,"files":[{"name":"pods.json","sha256":"4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"}]}`
+	const manifestOfPods = `{"format":1,"files":[{"name":"pods.json",` +
+		`"sha256":"4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"}]}`
 	packed := func(files map[string]string) []byte {
 		var b bytes.Buffer
 		zip := gzip.NewWriter(&b)

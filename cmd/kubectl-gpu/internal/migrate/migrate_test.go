@@ -27,7 +27,8 @@ func configured(c *resourceapi.ResourceClaim, text string) {
 func tolerates(c *fleettest.Cluster, keys ...string) {
 	r := fleettest.Request("gpu", "gpu.nvidia.com", 1)
 	for _, key := range keys {
-		r.Exactly.Tolerations = append(r.Exactly.Tolerations, resourceapi.DeviceToleration{Key: key, Operator: resourceapi.DeviceTolerationOpExists})
+		t := resourceapi.DeviceToleration{Key: key, Operator: resourceapi.DeviceTolerationOpExists}
+		r.Exactly.Tolerations = append(r.Exactly.Tolerations, t)
 	}
 	c.Claim("a", r)
 }
@@ -59,7 +60,9 @@ func TestCheck(t *testing.T) {
 			c.Claim("a", r)
 		}, "claim team-a/a|shared.gpu.nvidia.com"},
 		{"a known attribute", func(c *fleettest.Cluster) {
-			for _, reads := range []string{"attributes['gpu.nvidia.com'].profile", "capacity['gpu.nvidia.com'].cores", "attributes['gpu.nvidia.com'].?index"} {
+			for _, reads := range []string{
+				"attributes['gpu.nvidia.com'].profile", "capacity['gpu.nvidia.com'].cores", "attributes['gpu.nvidia.com'].?index",
+			} {
 				c.Claim("a", fleettest.Request("gpu", "gpu.nvidia.com", 1, "device."+reads+" == 1"))
 			}
 		}, ""},

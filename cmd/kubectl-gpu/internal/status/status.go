@@ -76,8 +76,8 @@ type Move struct {
 
 // How Largest and What call a whole GPU, and one that is bound to a VFIO driver.
 const (
-	whole       = "GPU"
-	passthrough = "GPU for a virtual machine"
+	whole = "GPU"
+	forVM = "GPU for a virtual machine"
 )
 
 // Of returns the state of all nodes with GPUs, or of the node with this name.
@@ -267,7 +267,7 @@ func what(d *resourceapi.Device) string {
 	name, kind := cmp.Or(attribute(d, "profile"), whole), attribute(d, "type")
 	switch {
 	case kind == "vfio":
-		return passthrough
+		return forVM
 	case strings.HasSuffix(kind, "-share"):
 		return "share of " + name
 	default:
@@ -275,7 +275,7 @@ func what(d *resourceapi.Device) string {
 	}
 }
 
-func isWhole(what string) bool { return what == whole || what == passthrough }
+func isWhole(what string) bool { return what == whole || what == forVM }
 
 // free reports whether the scheduler could allocate the device alone.
 func (g *GPU) free(d *resourceapi.Device, held map[string]bool) bool {
