@@ -19,6 +19,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/bind"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 )
@@ -44,6 +45,7 @@ func commands() map[string]command {
 		"uninstall":        {"remove the DaemonSet in order; refuses while claims hold devices", runUninstall},
 		driver.ScanCommand: {"scan the hardware for a parent process (internal)", runScan},
 		cut.Command:        {"change MIG partitions for a parent process (internal)", runPartition},
+		bind.Command:       {"bind GPUs to VFIO for a parent process (internal)", runBind},
 		watch.Command:      {"watch the hardware for a parent process (internal)", runWatch},
 		"version": {"print the version", func(_ context.Context, _ []string, out io.Writer) error {
 			_, err := fmt.Fprintln(out, version)

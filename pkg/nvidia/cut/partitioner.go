@@ -48,6 +48,10 @@ func (c partitioner) do(r request) answer {
 		a.TimeSlice, err = c.timeSlice(r)
 	case opSetTimeSlice:
 		a.TimeSlice, err = c.setTimeSlice(r)
+	case opPersistence:
+		a.Persistence, err = c.persistence(r)
+	case opSetPersistence:
+		a.Persistence, err = c.setPersistence(r)
 	default:
 		err = r.fail(device.FailureOther, "this version does not know operation %q", r.Op)
 	}

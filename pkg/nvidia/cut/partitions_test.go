@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
@@ -346,21 +347,21 @@ func TestWorkerEndsWithParentDuringCall(t *testing.T) {
 func TestOneWorkerPerCard(t *testing.T) {
 	h := nvidiatest.NewHost(t)
 	p := h.Paths().WithDefaults()
-	held, err := lockCard(p, "0000:1b:00.0")
+	held, err := host.LockCard(p, "0000:1b:00.0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	taken := make(chan struct{})
 	go func() {
 		defer close(taken)
-		again, err := lockCard(p, "0000:1b:00.0")
+		again, err := host.LockCard(p, "0000:1b:00.0")
 		if err != nil {
 			t.Error(err)
 			return
 		}
 		_ = again.Close()
 	}()
-	other, err := lockCard(p, "0000:c3:00.0")
+	other, err := host.LockCard(p, "0000:c3:00.0")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -372,7 +373,7 @@ func TestOneWorkerPerCard(t *testing.T) {
 	}
 	_ = held.Close()
 	<-taken
-	if gone, err := lockCard(p, "0000:99:00.0"); err != nil || gone != nil {
+	if gone, err := host.LockCard(p, "0000:99:00.0"); err != nil || gone != nil {
 		t.Error(gone, err)
 	}
 }

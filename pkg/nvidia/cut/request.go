@@ -11,7 +11,7 @@ import (
 type request struct {
 	Op   operation   `json:"op"`
 	Card device.Card `json:"card"`
-	On   bool        `json:"on,omitempty"` // wanted mode
+	On   bool        `json:"on,omitempty"` // wanted MIG or persistence mode
 	// Watched means that the health watch has the card open. The worker then reads the MIG mode and
 	// does not change it.
 	Watched bool             `json:"watched,omitempty"`
@@ -40,6 +40,8 @@ const (
 	opSetComputeMode operation = "set-compute-mode"
 	opTimeSlice      operation = "time-slice"
 	opSetTimeSlice   operation = "set-time-slice"
+	opPersistence    operation = "persistence"
+	opSetPersistence operation = "set-persistence"
 )
 
 // phrase describes the operation and the GPU for error messages.
@@ -55,6 +57,8 @@ func (r request) phrase() string {
 		opSetComputeMode: fmt.Sprintf("set the compute mode %s", r.ComputeMode),
 		opTimeSlice:      "read the time slice",
 		opSetTimeSlice:   "set the time slice to " + sliceName(r.TimeSlice),
+		opPersistence:    "read the persistence mode",
+		opSetPersistence: "switch persistence mode " + map[bool]string{true: "on", false: "off"}[r.On],
 	}[r.Op]
 	return what + " on " + r.Card.String()
 }
@@ -69,7 +73,8 @@ type answer struct {
 	Instance *device.Instance  `json:"instance,omitempty"`
 	// Waiting says what the NVLink fabric still does to register the card. It is empty when the
 	// card is registered or has no fabric.
-	Waiting   string            `json:"waiting,omitempty"`
-	TimeSlice *device.TimeSlice `json:"timeSlice,omitempty"`
-	Error     *Error            `json:"error,omitempty"`
+	Waiting     string            `json:"waiting,omitempty"`
+	TimeSlice   *device.TimeSlice `json:"timeSlice,omitempty"`
+	Persistence *bool             `json:"persistence,omitempty"`
+	Error       *Error            `json:"error,omitempty"`
 }

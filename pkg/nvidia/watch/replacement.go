@@ -15,10 +15,10 @@ import (
 
 // errExcluded says that a watcher has no card to watch, because all its cards are excluded from the
 // watch.
-var errExcluded = errors.New("the GPU is excluded from the watch while its MIG mode changes")
+var errExcluded = errors.New("the GPU is excluded from the watch while its MIG mode or driver changes")
 
 // errNotReplaced says that the watch restarts with a gap, because the replacement process failed.
-var errNotReplaced = errors.New("no process took over the watch of the other GPUs while the MIG mode of one changes")
+var errNotReplaced = errors.New("no process took over the watch of the other GPUs while the MIG mode or driver of one changes")
 
 // replacement is a watcher process that takes over from the current watcher process.
 type replacement struct {

@@ -16,9 +16,9 @@ import (
 // the claim is prepared without the watch.
 const watchLimit = 5 * time.Second
 
-// Set has the cards that no watcher process may have open, because their MIG mode changes.
-// An open card may block the change, and NVML closes a card only when its process ends. So a new
-// watcher process without this card replaces the current one.
+// Set has the cards that no watcher process may have open, because their MIG mode or their driver
+// changes. An open card may block the change, and NVML closes a card only when its process ends. So
+// a new watcher process without this card replaces the current one.
 type Set struct {
 	mu       sync.Mutex
 	cards    map[device.PCIAddress]exclusion
@@ -28,10 +28,10 @@ type Set struct {
 	running  bool          // the watch runs, even while it has no process
 }
 
-// exclusion says how many MIG mode changes exclude a card from the watch now.
+// exclusion says how many changes exclude a card from the watch now.
 type exclusion struct {
-	requests int // MIG mode changes that exclude the card
-	Minor    int // N of the device node nvidiaN
+	requests int // changes that exclude the card
+	Minor    int // N of the device node nvidiaN, or -1 for a card that has none
 }
 
 // NewSet returns a set without cards.

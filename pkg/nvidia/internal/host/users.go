@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
@@ -22,20 +23,45 @@ const majorNVIDIA = 195
 // number in open files, and by name in memory mappings.
 type DeviceNodes struct {
 	numbers map[uint64]bool
+	// like is a part of the paths of all such device nodes. Other files are not examined, because
+	// they may be on a hung file system.
+	like string
 	// name is a part of the device node's path. Memory mappings show a path and no device number,
 	// so name is needed to find them. It is empty for device nodes that processes do not map.
 	name string
 }
 
+// likeNVIDIA and likeVFIO are in the paths of all device nodes of NVIDIA's driver and of VFIO.
+const (
+	likeNVIDIA = "/nvidia"
+	likeVFIO   = "/vfio/"
+)
+
 // GPUNode describes the device node of a GPU.
 func GPUNode(minor int) DeviceNodes {
 	numbers := map[uint64]bool{unix.Mkdev(majorNVIDIA, uint32(minor)): true} //nolint:gosec // NVML's own number
-	return DeviceNodes{numbers, fmt.Sprintf("nvidia%d", minor)}
+	return DeviceNodes{numbers, likeNVIDIA, fmt.Sprintf("nvidia%d", minor)}
+}
+
+// Minor returns the N of the device node nvidiaN of a card that NVIDIA's driver has.
+func Minor(p nvidia.Paths, card device.PCIAddress) (int, error) {
+	path := filepath.Join(p.Proc, "driver/nvidia/gpus", string(card), "information")
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return -1, fmt.Errorf("find the device node of %s: %w", card, err)
+	}
+	_, after, _ := strings.Cut(string(text), "Device Minor:")
+	line, _, _ := strings.Cut(after, "\n")
+	minor, err := strconv.Atoi(strings.TrimSpace(line))
+	if err != nil {
+		return -1, fmt.Errorf("find the device node of %s: %s: %w", card, path, err)
+	}
+	return minor, nil
 }
 
 // InstanceNodes describes the capability device nodes of a GPU instance and its compute instances.
 func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
-	found := DeviceNodes{numbers: map[uint64]bool{}}
+	found := DeviceNodes{numbers: map[uint64]bool{}, like: likeNVIDIA}
 	major, err := CapabilityMajor(p)
 	if err != nil {
 		return found
@@ -45,6 +71,17 @@ func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
 	for _, file := range append(files, filepath.Join(folder, "access")) {
 		if c, err := readCapability(file); err == nil {
 			found.numbers[unix.Mkdev(major, uint32(c.minor))] = true //nolint:gosec // 31 bits
+		}
+	}
+	return found
+}
+
+// VFIONodes describes the device nodes at these paths, which VFIO made. Missing ones are left out.
+func VFIONodes(paths ...string) DeviceNodes {
+	found := DeviceNodes{numbers: map[uint64]bool{}, like: likeVFIO}
+	for _, path := range paths {
+		if info, err := os.Stat(path); err == nil && info.Mode()&fs.ModeCharDevice != 0 {
+			found.numbers[hostfile.DeviceNumber(info)] = true
 		}
 	}
 	return found
@@ -69,15 +106,14 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 }
 
 // openIn reports whether a process has one of the device nodes open. process is its /proc
-// directory. openIn stats only files with the driver's names, because other files may be on a hung
-// file system.
+// directory.
 func (n DeviceNodes) openIn(process string) bool {
 	descriptors := filepath.Join(process, "fd")
 	entries, _ := os.ReadDir(descriptors)
 	for _, e := range entries {
 		descriptor := filepath.Join(descriptors, e.Name())
 		target, err := os.Readlink(descriptor)
-		if err != nil || !strings.HasPrefix(filepath.Base(target), "nvidia") {
+		if err != nil || !strings.Contains(target, n.like) {
 			continue
 		}
 		if info, err := os.Stat(descriptor); err == nil && info.Mode()&fs.ModeCharDevice != 0 && n.numbers[hostfile.DeviceNumber(info)] {

@@ -1,0 +1,247 @@
+package bind
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
+)
+
+// nvidiaDriver is the name of NVIDIA's kernel driver in sysfs.
+const nvidiaDriver = "nvidia"
+
+// unwatchLimit is how long a release waits until the health watch leaves the card out. Without
+// that, the watch of the other cards has a gap when the card returns.
+const unwatchLimit = 5 * time.Second
+
+// Options configure a [Binder].
+type Options struct {
+	Paths nvidia.Paths
+	// Dev and Modules are where the plugin sees the host's /dev and /lib/modules. Empty means the same
+	// paths.
+	Dev, Modules string
+	// Command starts the child process, which must call [Serve] on its standard input and output.
+	Command []string
+	Cards   Cards
+}
+
+// Cards are the GPUs that NVIDIA's driver has. Package cut implements it.
+type Cards interface {
+	// Leave makes the plugin's processes close the card. They leave it closed until back is called.
+	Leave(ctx context.Context, card device.PCIAddress) (back func(), err error)
+	// Persistence reads the card's persistence mode. With it, nvidia-persistenced keeps the card open.
+	Persistence(ctx context.Context, card device.Card) (bool, error)
+	SetPersistence(ctx context.Context, card device.Card, on bool) error
+}
+
+// Binder binds cards to VFIO and releases them. Calls for one card run one after another.
+type Binder struct {
+	options Options
+
+	mu    sync.Mutex
+	slots map[device.PCIAddress]*slot
+}
+
+// slot has the last child process of one card. Between its send to busy and its receive from it, a
+// goroutine may use the other fields.
+type slot struct {
+	busy    chan struct{}
+	process *child.Process[answer]
+	last    order
+	// nodes are the device nodes through which processes could use the card when process was started.
+	nodes host.DeviceNodes
+}
+
+// New returns a Binder.
+func New(o Options) *Binder {
+	o.Paths = o.Paths.WithDefaults()
+	if o.Dev == "" {
+		o.Dev = "/dev"
+	}
+	if o.Modules == "" {
+		o.Modules = "/lib/modules"
+	}
+	return &Binder{options: o, slots: map[device.PCIAddress]*slot{}}
+}
+
+// Look reads how the card and its companions are bound, and plans to which drivers they are to be
+// bound. It returns an error if the card cannot be passed through.
+func (b *Binder) Look(ctx context.Context, card device.Card) (f vfio.Found, err error) {
+	a, err := b.call(ctx, b.order(opLook, card, nil))
+	if err != nil {
+		return f, err
+	}
+	f.Functions = a.List
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == nvidiaDriver {
+		f.Persistence, err = b.options.Cards.Persistence(ctx, card)
+	}
+	return f, err
+}
+
+// Bind binds the card and its companions to VFIO, as f says. It does nothing if they are bound. The
+// error has [device.FailureInUse] and names the processes if some use the card.
+func (b *Binder) Bind(ctx context.Context, card device.Card, f vfio.Found) error {
+	if b.isBound(f) {
+		return nil
+	}
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == nvidiaDriver {
+		if f.Persistence {
+			if err := b.options.Cards.SetPersistence(ctx, card, false); err != nil {
+				return err
+			}
+		}
+		back, err := b.options.Cards.Leave(ctx, card.PCIAddress)
+		if err != nil {
+			return err
+		}
+		defer back()
+	}
+	_, err := b.call(ctx, b.order(opBind, card, f.Functions))
+	return err
+}
+
+func (b *Binder) isBound(f vfio.Found) bool {
+	return !slices.ContainsFunc(f.Functions, func(one vfio.Binding) bool {
+		return host.Driver(b.options.Paths.Sysfs, one.Address) != one.VFIO
+	})
+}
+
+// Release gives the card and its companions back to the drivers that they had. The error has
+// [device.FailureInUse] and names the processes if some still use the card through VFIO.
+func (b *Binder) Release(ctx context.Context, card device.Card, f vfio.Found) error {
+	if f.Driver(card.PCIAddress) == nvidiaDriver && host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != nvidiaDriver {
+		waiting, cancel := context.WithTimeout(ctx, unwatchLimit)
+		defer cancel()
+		if back, err := b.options.Cards.Leave(waiting, card.PCIAddress); err == nil {
+			defer back()
+		}
+	}
+	if _, err := b.call(ctx, b.order(opRelease, card, f.Functions)); err != nil {
+		return err
+	}
+	if f.Persistence {
+		if err := b.options.Cards.SetPersistence(ctx, card, true); err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to switch persistence mode on again", "gpu", card.String())
+		}
+	}
+	return nil
+}
+
+// Access waits for the device nodes of a bound card.
+func (b *Binder) Access(ctx context.Context, card device.PCIAddress, preferIOMMUFD bool) (vfio.Access, error) {
+	return vfio.AwaitAccess(ctx, b.options.Paths.Sysfs, b.options.Dev, card, preferIOMMUFD)
+}
+
+func (b *Binder) order(op operation, card device.Card, list []vfio.Binding) order {
+	return order{
+		Paths: b.options.Paths, Dev: b.options.Dev, Alias: modulesAlias(b.options.Modules), Op: op, Card: card.PCIAddress, List: list,
+	}
+}
+
+// call carries out the order in a child process. If the card's last process still hangs, it returns
+// an error soon instead.
+func (b *Binder) call(ctx context.Context, o order) (answer, error) {
+	b.mu.Lock()
+	s := b.slots[o.Card]
+	if s == nil {
+		s = &slot{busy: make(chan struct{}, 1)}
+		b.slots[o.Card] = s
+	}
+	b.mu.Unlock()
+	select {
+	case s.busy <- struct{}{}:
+	case <-ctx.Done():
+		return answer{}, &Error{Op: o.phrase(), Code: device.FailureTimeout, Message: "an earlier call is still running; nothing was done"}
+	}
+	defer func() { <-s.busy }()
+	if err := s.awaitGone(ctx, o); err != nil {
+		return answer{}, err
+	}
+	nodes, err := o.nodes() // read now, because a card of which a driver lets go shows no nodes
+	if err != nil {
+		return answer{}, err
+	}
+	process, err := child.Start[answer](child.Command{Args: b.options.Command}, o)
+	if err != nil {
+		return answer{}, &Error{Op: o.phrase(), Code: device.FailureOther, Message: fmt.Sprintf("start the process: %v", err)}
+	}
+	s.process, s.last, s.nodes = process, o, nodes
+	defer process.Kill()
+	select {
+	case a := <-process.Messages:
+		if a.Error == "" {
+			return a, nil
+		}
+		code := device.FailureOther
+		if len(a.Users) > 0 {
+			code = device.FailureInUse
+		}
+		return answer{}, &Error{Op: o.phrase(), Code: code, Message: a.Error, Users: a.Users}
+	case <-process.Ended:
+		return answer{}, &Error{
+			Op: o.phrase(), Code: device.FailureDied, Message: fmt.Sprintf("its process died (%v)%s", process.Failure(), process.Stderr()),
+		}
+	case <-ctx.Done():
+		return answer{}, s.hangs(o, fmt.Sprintf("%v", context.Cause(ctx)))
+	}
+}
+
+// awaitGone waits a moment until the card's last process has ended.
+func (s *slot) awaitGone(ctx context.Context, o order) error {
+	if s.process == nil {
+		return nil
+	}
+	limit := time.NewTimer(child.KillLimit)
+	defer limit.Stop()
+	select {
+	case <-s.process.Gone:
+		return nil
+	case <-limit.C:
+	case <-ctx.Done():
+	}
+	return s.hangs(o, "nothing was done")
+}
+
+// hangs returns the error of the order o while the card's last process does not end.
+func (s *slot) hangs(o order, what string) error {
+	return &Error{
+		Op: o.phrase(), Code: device.FailureTimeout, Users: host.UsersOf(o.Paths, s.nodes),
+		Message: fmt.Sprintf("the kernel has not answered the attempt to %s (process %d), and will when no process uses the GPU: %s",
+			s.last.phrase(), s.process.PID, what),
+	}
+}
+
+// Error says why a card was not bound or released.
+type Error struct {
+	// Op names the operation and the card.
+	Op      string
+	Code    device.FailureCode
+	Message string
+	// Users are processes that use the card.
+	Users []nvidia.Process
+}
+
+// FailureCode returns e.Code.
+func (e *Error) FailureCode() device.FailureCode { return e.Code }
+
+func (e *Error) Error() string {
+	text := e.Op + ": " + e.Message
+	if len(e.Users) == 0 {
+		return text
+	}
+	names := make([]string, len(e.Users))
+	for i, p := range e.Users {
+		names[i] = p.String()
+	}
+	return text + ": end " + strings.Join(names, ", ")
+}

@@ -1,0 +1,180 @@
+package bind
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
+)
+
+// Command is the plugin's internal subcommand that runs [Serve].
+const Command = "bind"
+
+const (
+	// idleLimit is how long a bind waits until processes close the card. Scans of this plugin open it
+	// for seconds.
+	idleLimit = 5 * time.Second
+	idlePoll  = 100 * time.Millisecond
+)
+
+// order tells the child process what to do with one card.
+type order struct {
+	Paths nvidia.Paths      `json:"paths"`
+	Dev   string            `json:"dev"`
+	Alias string            `json:"alias"` // path of modules.alias
+	Op    operation         `json:"op"`
+	Card  device.PCIAddress `json:"card"`
+	List  []vfio.Binding    `json:"list,omitempty"`
+}
+
+type operation string
+
+const (
+	opLook    operation = "look"
+	opBind    operation = "bind"
+	opRelease operation = "release"
+)
+
+// phrase describes the order for messages.
+func (o order) phrase() string {
+	what := map[operation]string{opLook: "read the PCI functions of", opBind: "bind to VFIO", opRelease: "release from VFIO"}[o.Op]
+	return what + " " + o.Card.WholeName()
+}
+
+// answer is the only message of the child process.
+type answer struct {
+	List  []vfio.Binding `json:"list,omitempty"`
+	Error string         `json:"error,omitempty"`
+	// Users are the processes that have the card open. They are set if the order failed because of
+	// them.
+	Users []nvidia.Process `json:"users,omitempty"`
+}
+
+// Serve runs in the child process of [Binder]. It reads an order from in, carries it out and writes
+// the answer to out. It begins no further write when in is closed.
+func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
+	o, ctx, end, err := child.Order[order](ctx, in)
+	if err != nil {
+		return fmt.Errorf("read which card to bind: %w", err)
+	}
+	defer end()
+	a, err := o.do(ctx)
+	if err != nil {
+		a = answer{Error: err.Error()}
+	}
+	if used := new(usedError); errors.As(err, &used) {
+		a.Users = used.users
+	}
+	return json.NewEncoder(out).Encode(a)
+}
+
+func (o order) do(ctx context.Context) (answer, error) {
+	lock, err := host.LockCard(o.Paths, o.Card)
+	if err != nil {
+		return answer{}, err
+	}
+	defer func() { _ = lock.Close() }() // nothing was written, and closing nil is allowed
+	switch o.Op {
+	case opLook:
+		return o.look()
+	case opBind:
+		if err := o.awaitIdle(ctx); err != nil {
+			return answer{}, err
+		}
+		return answer{}, vfio.Bind(ctx, vfio.Sysfs(o.Paths.Sysfs), o.List, o.checkIdle)
+	case opRelease:
+		return answer{}, vfio.Release(ctx, vfio.Sysfs(o.Paths.Sysfs), o.List, o.checkIdle)
+	default:
+		return answer{}, fmt.Errorf("this version does not know operation %q", o.Op)
+	}
+}
+
+func (o order) look() (answer, error) {
+	group, err := vfio.Read(o.Paths.Sysfs, o.Card)
+	if err != nil {
+		return answer{}, err
+	}
+	if refusal := group.Refusal(); refusal != "" {
+		return answer{}, errors.New(refusal)
+	}
+	alias, err := os.ReadFile(o.Alias)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return answer{}, err
+	}
+	list, err := group.Bindings(o.Paths.Sysfs, alias)
+	return answer{List: list}, err
+}
+
+// usedError says that processes use the card.
+type usedError struct{ users []nvidia.Process }
+
+func (*usedError) Error() string { return "processes use the GPU" }
+
+// checkIdle returns an error if a process has the card open. The drivers of its companions need no
+// check, because they take a function from its users.
+func (o order) checkIdle(b vfio.Binding) error {
+	if b.Address != o.Card {
+		return nil
+	}
+	nodes, err := o.nodes()
+	if err != nil {
+		return err
+	}
+	if users := host.UsersOf(o.Paths, nodes); len(users) > 0 {
+		return &usedError{users}
+	}
+	return nil
+}
+
+// awaitIdle waits until no process has a card of NVIDIA's driver open, at most idleLimit.
+func (o order) awaitIdle(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, idleLimit)
+	defer cancel()
+	poll := time.NewTicker(idlePoll)
+	defer poll.Stop()
+	for host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
+		err := o.checkIdle(vfio.Binding{Address: o.Card})
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-poll.C:
+		case <-ctx.Done():
+			return err
+		}
+	}
+	return nil
+}
+
+// nodes returns the device nodes through which processes use the card now: that of NVIDIA's driver,
+// or those of VFIO.
+func (o order) nodes() (host.DeviceNodes, error) {
+	if host.Driver(o.Paths.Sysfs, o.Card) != nvidiaDriver {
+		return host.VFIONodes(vfio.NodesOf(o.Paths.Sysfs, o.Dev, o.Card)...), nil
+	}
+	minor, err := host.Minor(o.Paths, o.Card)
+	return host.GPUNode(minor), err
+}
+
+// modulesAlias returns the path of modules.alias of the running kernel. modules is where the caller
+// sees the host's /lib/modules.
+func modulesAlias(modules string) string {
+	var names unix.Utsname
+	if err := unix.Uname(&names); err != nil {
+		return filepath.Join(modules, "modules.alias") // Linux always knows its release
+	}
+	return filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias")
+}
