@@ -82,7 +82,8 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	defer partitions.Close()
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: client, StatusClient: statusClient, Hardware: driver.NewHardware(cfg, executable),
-		Partitions: partitions, StopWorkers: partitions.StopWorkers, Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
+		Partitions: partitions, StopWorkers: partitions.StopWorkers, Binder: driver.NewBinder(cfg, executable, partitions),
+		Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
 	})
 	if err != nil {
 		return err

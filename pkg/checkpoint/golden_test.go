@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"flag"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -143,35 +144,60 @@ func TestFilesOfVersion01AreRead(t *testing.T) {
 	}
 }
 
+// Version 0.1 cannot revert this kind of step, and must not drop it from a record.
+func TestRecordWithALaterStepNeedsALaterReader(t *testing.T) {
+	for kind, want := range map[string]string{"claim-spec": `"version":1,"minReader":1`, "passthrough": `"version":2,"minReader":2`} {
+		disk := durabletest.New()
+		s := open(t, disk)
+		r := newRecord(gpu0)
+		r.Steps = []Step{{Kind: kind, Params: json.RawMessage(`{}`)}}
+		for range 2 { // the second time it replaces the first
+			raw, err := disk.ReadFile(save(t, s, r))
+			if err != nil || !strings.Contains(string(raw), want) {
+				t.Errorf("%s, %v, want %s", raw, err, want)
+			}
+		}
+		if got, found, err := s.Load(r.ClaimUID); err != nil || !found || cmp.Diff(r, got) != "" {
+			t.Error(found, err, cmp.Diff(r, got))
+		}
+	}
+}
+
 // A file that only a later version can use is refused by name. It stays as it is, and a record
 // keeps blocking its devices.
 func TestFilesForNewerReaderAreRefusedAndKept(t *testing.T) {
 	s, disk := writeGolden(t)
 	r, h := goldenRecords[0], goldenHolders[0]
+	later := r
+	later.Steps = []Step{{Kind: "passthrough", Params: json.RawMessage(`{}`)}}
 	mark := func() error { return s.Mark(gpu0, "boot-2") }
-	for file, calls := range map[string][]func() error{
-		fileOf(t, s, r): {
+	for file, c := range map[string]struct {
+		version int
+		calls   []func() error
+	}{
+		fileOf(t, s, r): {recordFormat.Version, []func() error{
 			func() error { _, _, err := s.Load(r.ClaimUID); return err },
-			func() error { return s.Save(r) },
-		},
-		filepath.Join(s.holders, h.Key+suffix): {
+			func() error { return s.Save(later) },
+		}},
+		filepath.Join(s.holders, h.Key+suffix): {holderFormat.Version, []func() error{
 			func() error { _, _, err := s.Holder(h.Key); return err },
 			func() error { return s.SaveHolder(h) },
-		},
-		filepath.Join(s.marks, gpu0): {
+		}},
+		filepath.Join(s.marks, gpu0): {markFormat.Version, []func() error{
 			func() error { _, _, err := s.Marked(gpu0); return err },
 			mark, func() error { return s.Unmark(gpu0) },
-		},
+		}},
 	} {
-		newer := []byte(`{"minReader":2,"digest":"of another kind","body":{}}`)
+		newer := fmt.Appendf(nil, `{"minReader":%d,"digest":"of another kind","body":{}}`, c.version+1)
 		disk.Put(file, newer)
-		for i, call := range calls {
+		for i, call := range c.calls {
 			err := call()
 			var refused *statefile.NewerError
 			if !errors.As(err, &refused) || refused.Path != file {
 				t.Errorf("%s: call %d: %v", file, i, err)
 			}
-			for _, want := range []string{file, "version 2", "up to 1", "install the later driver again"} {
+			needs, reads := fmt.Sprintf("version %d", c.version+1), fmt.Sprintf("up to %d", c.version)
+			for _, want := range []string{file, needs, reads, "install the later driver again"} {
 				if err != nil && !strings.Contains(err.Error(), want) {
 					t.Errorf("%q does not say %q", err, want)
 				}

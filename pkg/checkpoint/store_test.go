@@ -259,19 +259,19 @@ func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 // claim, whatever the claim's other record is, and whichever comes first.
 func TestNewerRecordWinsOverAnotherRecordOfItsClaim(t *testing.T) {
 	for name, content := range map[string]string{
-		"readable": "", "damaged": "{", "newer too": `{"minReader":3}`,
+		"readable": "", "damaged": "{", "newer too": `{"minReader":9}`,
 	} {
 		for i, gpus := range [][2]string{{gpu0, gpu1}, {gpu1, gpu0}} {
 			disk := durabletest.New()
 			s := open(t, disk)
 			newer, other := save(t, s, newRecord(gpus[0])), save(t, s, newRecord(gpus[1]))
-			disk.Put(newer, []byte(`{"minReader":2}`))
+			disk.Put(newer, []byte(`{"minReader":8}`))
 			if content != "" {
 				disk.Put(other, []byte(content))
 			}
 			_, found, err := s.Load(uid)
 			var refused *statefile.NewerError
-			if !found || !errors.As(err, &refused) || refused.Path != newer && content != `{"minReader":3}` {
+			if !found || !errors.As(err, &refused) || refused.Path != newer && content != `{"minReader":9}` {
 				t.Errorf("%s, order %d: %v, %v", name, i, found, err)
 			}
 		}

@@ -176,7 +176,10 @@ func effectiveConfig(entries []entry, r *resourceapi.DeviceRequestAllocationResu
 		return nil, NoGroup, nil
 	}
 	var config v1beta1.Config = &v1beta1.GpuConfig{}
-	if name.Partition != nil {
+	switch {
+	case name.Passthrough:
+		config = &v1beta1.VfioDeviceConfig{}
+	case name.Partition != nil:
 		config = &v1beta1.MigDeviceConfig{}
 	}
 	var chosen *entry

@@ -49,7 +49,7 @@ func transactionOptions(
 	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares *shareTotals,
 	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports,
 ) prepare.Options {
-	node.Partitions = parts.Partitions
+	node.Partitions, node.Binder = parts.Partitions, parts.Binder
 	paths := Paths(cfg)
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,

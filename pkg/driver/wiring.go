@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/bind"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
@@ -59,6 +60,12 @@ func NewPartitions(cfg *config.Config, executable string, m *metrics.Metrics) *c
 	return cut.New(Paths(cfg), m.MIGCall, executable, cut.Command)
 }
 
+// NewBinder returns the interface that binds the node's GPUs to VFIO for virtual machines. A child
+// process per GPU writes to sysfs.
+func NewBinder(cfg *config.Config, executable string, p *cut.Partitions) *bind.Binder {
+	return bind.New(bind.Options{Paths: Paths(cfg), Command: []string{executable, bind.Command}, Cards: p})
+}
+
 // NewWatch returns a function that watches the node's hardware with NVML in a child process. That
 // process pauses while partitions are changed.
 func NewWatch(cfg *config.Config, executable string, p *cut.Partitions) func(context.Context, func(device.Signal)) error {
@@ -75,6 +82,8 @@ type Parts struct {
 	Hardware     inventory.Hardware
 	// Partitions changes GPUs and their partitions.
 	Partitions steps.Partitions
+	// Binder binds GPUs to VFIO. Nil means that the node offers no GPU to virtual machines.
+	Binder steps.Binder
 	// StopWorkers ends the processes that partition GPUs once they are idle. Nil means that there are
 	// none.
 	StopWorkers func(ctx context.Context) error

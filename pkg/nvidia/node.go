@@ -18,6 +18,8 @@ type Node struct {
 	Common specs.ContainerEdits `json:"common"`
 	// Problems say why GPUs are left out or can be offered only as a whole, sorted by PCI address.
 	Problems []Problem `json:"problems,omitempty"`
+	// Passthrough are the GPUs on the PCI bus that NVML does not list, as sysfs describes them.
+	Passthrough []device.GPU `json:"passthrough,omitempty"`
 }
 
 // GPU is a card with the edits that a container needs in addition to [Node.Common]. Paths are the

@@ -135,7 +135,7 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 		"a record of a later version": func(t *testing.T, w *world) {
 			t.Helper()
 			whole(t, w)
-			w.disk.Put(recordFile(t, w, "uid-bad"), []byte(`{"minReader":2}`))
+			w.disk.Put(recordFile(t, w, "uid-bad"), []byte(`{"minReader":8}`))
 		},
 		"a step of a later version": takes(func(before []checkpoint.Step) []checkpoint.Step {
 			return append(before, checkpoint.Step{Kind: "of-tomorrow", Params: []byte(`{}`)})

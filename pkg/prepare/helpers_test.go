@@ -30,6 +30,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
@@ -54,6 +55,7 @@ type world struct {
 	missing      map[string]error // by path of the device node or mount
 	readClaim    func() (*resourceapi.ResourceClaim, error)
 	hardware     *hardware // nil for a plugin without partitions
+	bus          *busmodel.Bus
 	shares       device.ShareRules
 	daemons      *daemons
 	mpsDisabled  bool
@@ -150,6 +152,9 @@ func (w *world) start() (*plugin, error) {
 	}
 	if w.hardware != nil {
 		o.Node.Partitions = w.hardware
+	}
+	if w.bus != nil {
+		o.Node.Binder = busmodel.Binder{Bus: w.bus}
 	}
 	p.Claims, p.Edits = o.Claims.(*preparetest.Claims), o.Edits.(*preparetest.Edits)
 	p.options, p.Transaction = o, preparetest.New(o)

@@ -52,6 +52,8 @@ type deviceRequest struct {
 	// creator creates the partition. It is nil if the device is a whole GPU or a share of one, or a
 	// partition that this driver did not create.
 	creator steps.Creator
+	// passthrough binds the GPU to VFIO. It is nil if the device is not for virtual machines.
+	passthrough *steps.Passthrough
 	// existing is a partition that this driver did not create and that the claim uses as it is.
 	existing *partition
 	// totals is how much of each capacity of a shared device all claims together can use. It is nil if
@@ -84,20 +86,23 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	if p.opts.Metadata {
 		pl.metadata = &steps.Metadata{PodClaimName: metadata.PodClaimName(c.Annotations)}
 	}
-	if !snapshot.Ready {
-		return nil, steps.NotReady(snapshot)
-	}
 	shares := false
 	for _, r := range allocation.Results {
+		req, ok := findDevice(snapshot, r.Device)
+		if !snapshot.Ready && (!ok || req.needsBase()) {
+			return nil, steps.NotReady(snapshot)
+		}
 		if r.Pool != p.opts.Pool {
 			return nil, cause.Errorf(cause.Claim,
 				"request %s was allocated device %s of pool %s, but this node's pool is %s: delete the claim's Pods to have it allocated anew",
 				r.Request, r.Device, r.Pool, p.opts.Pool)
 		}
-		req, ok := findDevice(snapshot, r.Device)
 		if !ok {
 			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
+		}
+		if err := planPassthrough(r, &req); err != nil {
+			return nil, err
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
@@ -176,10 +181,16 @@ func (pl *plan) allSteps() []steps.Step {
 }
 
 // findDevice looks up the device's GPU in the inventory. It returns false if the GPU is not there.
+// For virtual machines, NVIDIA's driver need not have the GPU.
 func findDevice(s inventory.Snapshot, deviceName string) (deviceRequest, bool) {
 	name, ok := device.ParseName(deviceName)
 	if !ok {
 		return deviceRequest{}, false
+	}
+	for _, g := range s.Node.Passthrough {
+		if name.Passthrough && g.WholeName() == name.GPU {
+			return deviceRequest{name: name, gpu: g}, true
+		}
 	}
 	for _, g := range s.Node.GPUs {
 		if g.WholeName() == name.GPU {

@@ -169,13 +169,18 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 // verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
 // needs, or a device node of the plan's GPUs, does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
-	if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
-		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
-	}
-	if err := p.node.Specs.WriteBase(pl.snapshot.Node.Common); err != nil {
-		return cause.Wrap(cause.Step, err)
+	if slices.ContainsFunc(pl.requests, deviceRequest.needsBase) {
+		if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
+			return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
+		}
+		if err := p.node.Specs.WriteBase(pl.snapshot.Node.Common); err != nil {
+			return cause.Wrap(cause.Step, err)
+		}
 	}
 	for i, req := range pl.requests {
+		if !req.needsBase() {
+			continue
+		}
 		if err := p.opts.Edits.Verify(req.gpuEdits); err != nil {
 			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
 		}
@@ -204,6 +209,7 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	if pl.steps, err = p.disableModeSteps(work, env, pl); err != nil {
 		return err
 	}
+	pl.steps = append(pl.steps, pl.passthroughSteps()...)
 	if pl.partitioned {
 		if err := p.resolvePartitions(work, env, pl); err != nil {
 			return err
@@ -246,7 +252,7 @@ func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *pla
 	checked := map[string]bool{} // the claim may have several shares of a GPU
 	for i, req := range pl.requests {
 		d, mig := pl.record.Devices[i], req.gpu.MIG
-		if req.name.Partition != nil || d.AdminAccess || checked[d.GPU] {
+		if req.name.Partition != nil || d.AdminAccess || checked[d.GPU] || req.isAway() {
 			continue
 		}
 		checked[d.GPU] = true
@@ -275,6 +281,12 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 	pl.spec.Devices = nil
 	for i, req := range pl.requests {
 		d, edits := &pl.record.Devices[i], req.gpuEdits
+		if req.passthrough != nil {
+			edits = passthroughEdits(req.passthrough)
+			if err := p.opts.Edits.Verify(edits); err != nil {
+				return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
+			}
+		}
 		if req.name.Partition != nil {
 			part, err := req.partition()
 			if err != nil {
@@ -326,15 +338,18 @@ func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
 }
 
 // kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the
-// node-wide one and the claim's own. The first device of each request also has the CDI device with
-// the request's metadata.
+// node-wide one, unless it is for a virtual machine, and the claim's own. The first device of each
+// request also has the CDI device with the request's metadata.
 func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
 	answer := make([]kubeletplugin.Device, len(pl.record.Devices))
 	described := map[string]bool{}
 	for i, d := range pl.record.Devices {
 		answer[i] = kubeletplugin.Device{
 			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
-			CDIDeviceIDs: []string{cdi.BaseID, cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
+			CDIDeviceIDs: []string{cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
+		}
+		if pl.requests[i].needsBase() {
+			answer[i].CDIDeviceIDs = slices.Insert(answer[i].CDIDeviceIDs, 0, cdi.BaseID)
 		}
 		if pl.spec.Metadata != nil && !described[d.Request] {
 			described[d.Request] = true

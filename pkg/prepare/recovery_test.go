@@ -210,12 +210,12 @@ func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 	w := newWorld(t)
 	c := newClaim("c", allocated("r", gpu0))
 	mustPrepare(t, w.plugin(t), c)
-	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":2}`))
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":8}`))
 	p := w.plugin(t)
 	if err := p.Recover(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 2") {
+	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 8") {
 		t.Error(err)
 	}
 	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Record {

@@ -2,6 +2,7 @@ package prepare
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"maps"
 	"reflect"
@@ -29,11 +30,13 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 		return false, p.revertOld(ctx, old)
 	}
 	for i, d := range old.Devices {
-		if now := pl.record.Devices[i]; now.GPUUUID != d.GPUUUID {
-			return false, replacedError(d, now.GPUUUID)
+		req := &pl.requests[i]
+		if wasReplaced(d, *req) {
+			return false, replacedError(d, req.gpu.UUID)
 		}
+		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
 	}
-	if (pl.partitioned || steps.HasShared(old)) && old.BootID != p.node.BootID {
+	if (pl.partitioned || steps.HasShared(old) || len(pl.passthroughSteps()) > 0) && old.BootID != p.node.BootID {
 		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
 			return false, err
 		}
@@ -65,7 +68,8 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	if err != nil {
 		return false, err
 	}
-	if err := steps.ApplyAll(work, env, modes); err != nil {
+	env.Steps = pl.allSteps()
+	if err := steps.ApplyAll(work, env, append(modes, pl.passthroughSteps()...)); err != nil {
 		return false, cause.OrStep(err)
 	}
 	return true, p.refresh(work, old, pl, p.restoreAll)
@@ -150,7 +154,7 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 			used[d.Device] = true
 		}
 	}
-	return len(used) == len(creators), nil
+	return len(used) == len(creators) && pl.adoptPassthrough(), nil
 }
 
 // refresh repairs a finished preparation. First it calls ensure, which may recreate lost partitions

@@ -44,7 +44,7 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 		return ErrNotChecked
 	}
 	snapshot := p.node.Hardware.Snapshot()
-	if !snapshot.Ready {
+	if !snapshot.Ready && !onlyPassthrough(r) {
 		// If the NVIDIA driver was reloaded, the device nodes in the record may belong to another card
 		// now. So this call leaves an existing spec alone, and a missing spec is written after the next
 		// scan.
@@ -77,9 +77,10 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 		if !ok {
 			return nil, false, nil
 		}
-		if req.gpu.UUID != d.GPUUUID {
+		if wasReplaced(d, req) {
 			return nil, false, errors.Join(replacedError(d, req.gpu.UUID), p.node.Specs.RemoveClaim(r.ClaimUID))
 		}
+		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
 		pl.partitioned = pl.partitioned || req.name.Partition != nil
 		pl.requests = append(pl.requests, req)
 	}

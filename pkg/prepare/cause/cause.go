@@ -14,7 +14,7 @@ type Cause string
 const (
 	// Claim means that the claim, its allocation or its configuration cannot be served.
 	Claim    Cause = "claim"
-	Held     Cause = "held"      // another claim uses the device
+	Held     Cause = "held"      // another claim uses the device, or a process of none
 	NotReady Cause = "not-ready" // the node cannot serve now
 	Device   Cause = "device"    // the device is unknown, gone or replaced
 	Record   Cause = "record"    // the record cannot be read or written

@@ -13,6 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 )
 
 // Partitions reads and changes the partitions and settings of GPUs. Package nvidia implements it
@@ -28,6 +29,17 @@ type Partitions interface {
 	SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error
 	TimeSlice(ctx context.Context, card device.Card) (device.TimeSlice, error)
 	SetTimeSlice(ctx context.Context, card device.Card, slice device.TimeSlice) error
+}
+
+// Binder binds GPUs to VFIO for virtual machines, and releases them. Package nvidia/bind implements
+// it and documents each call. A call may take long, and ends with its context. If a call fails, the
+// GPU may still be bound or released.
+type Binder interface {
+	Look(ctx context.Context, card device.Card) (vfio.Found, error)
+	Bind(ctx context.Context, card device.Card, found vfio.Found) error
+	Release(ctx context.Context, card device.Card, found vfio.Found) error
+	// Access returns the device nodes of a bound GPU as soon as they exist.
+	Access(ctx context.Context, card device.PCIAddress, preferIOMMUFD bool) (vfio.Access, error)
 }
 
 // isRefusal reports whether err means that the hardware refused the call and changed nothing. After

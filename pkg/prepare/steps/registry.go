@@ -15,6 +15,7 @@ import (
 // kind, because records that contain it could not be reverted.
 var kinds = []func() Step{
 	func() Step { return &MIGModeOff{} },
+	func() Step { return &Passthrough{} },
 	func() Step { return &MIGInstance{} },
 	func() Step { return &Shared{} },
 	func() Step { return &ClaimSpec{} },

@@ -63,6 +63,7 @@ type Node struct {
 	// Hardware has the inventory, which may be out of date.
 	Hardware   Hardware
 	Partitions Partitions
+	Binder     Binder
 	MPS        Daemons
 }
 

@@ -1,0 +1,318 @@
+// A claim for a virtual machine has the whole GPU, bound to VFIO. Afterwards the GPU is as before.
+
+package prepare_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
+)
+
+const vfio0 = gpu0 + "-vfio"
+
+// withBus adds a PCI bus to the node, on which every GPU has an audio function.
+func withBus(w *world) *busmodel.Bus {
+	bus := &busmodel.Bus{Drivers: []string{"nvidia", "snd_hda_intel", busmodel.VFIO}}
+	for i := range w.snapshot.Node.GPUs {
+		g := &w.snapshot.Node.GPUs[i]
+		g.Passthrough = &device.Passthrough{VendorID: 0x10de}
+		audio := device.PCIAddress(strings.TrimSuffix(string(g.PCIAddress), "0") + "1")
+		bus.Functions = append(bus.Functions,
+			&busmodel.Function{Address: g.PCIAddress, Driver: "nvidia", Native: "nvidia"},
+			&busmodel.Function{Address: audio, Driver: "snd_hda_intel", Native: "snd_hda_intel"})
+	}
+	w.bus = bus
+	return bus
+}
+
+// leaves lets a scan find that NVIDIA's driver does not have the GPU.
+func (w *world) leaves(g *nvidia.GPU) {
+	away := g.GPU
+	away.UUID = ""
+	w.snapshot.Node.Passthrough = append(w.snapshot.Node.Passthrough, away)
+	w.snapshot.Node.GPUs = slices.DeleteFunc(slices.Clone(w.snapshot.Node.GPUs), func(o nvidia.GPU) bool {
+		return o.PCIAddress == away.PCIAddress
+	})
+}
+
+func drivers(b *busmodel.Bus) (all []string) {
+	for _, f := range b.Functions[:2] { // those of the first GPU
+		all = append(all, strings.TrimSpace(f.Driver+" "+f.Override))
+	}
+	return all
+}
+
+var (
+	atHome = []string{"nvidia", "snd_hda_intel"}
+	away   = []string{"vfio-pci vfio-pci", "vfio-pci vfio-pci"}
+)
+
+// only limits the claim's configuration to request r, so that it cannot be skipped.
+func only(c *resourceapi.ResourceClaim) *resourceapi.ResourceClaim {
+	c.Status.Allocation.Devices.Config[0].Requests = []string{"r"}
+	return c
+}
+
+func vfioConfig(c *resourceapi.ResourceClaim, iommu string) *resourceapi.ResourceClaim {
+	return configured(c, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"VfioDeviceConfig","iommu":`+iommu+`}`)
+}
+
+func TestVirtualMachineGetsVFIONodesAlone(t *testing.T) {
+	for _, c := range []struct {
+		iommu string // of the configuration, empty without one
+		want  string // device nodes
+	}{
+		{"", `[{"path":"/dev/vfio/0000:1b:00.0"}]`},
+		{`{"backendPolicy":"LegacyOnly"}`, `[{"path":"/dev/vfio/0000:1b:00.0"}]`},
+		{`{"enableAPIDevice":true}`, `[{"path":"/dev/vfio/0000:1b:00.0"},{"path":"/dev/vfio/vfio"}]`},
+		{`{"backendPolicy":"PreferIommuFD"}`, `[{"path":"/dev/vfio/devices/0000:1b:00.0"}]`},
+		{`{"backendPolicy":"PreferIommuFD","enableAPIDevice":true}`,
+			`[{"path":"/dev/vfio/devices/0000:1b:00.0"},{"path":"/dev/iommu"}]`},
+	} {
+		w := newWorld(t)
+		w.metadata = true
+		bus := withBus(w)
+		p := w.plugin(t)
+		claim := newClaim("c", allocated("r", vfio0))
+		if c.iommu != "" {
+			claim = vfioConfig(claim, c.iommu)
+		}
+		got := mustPrepare(t, p, claim)
+		wantIDs := []string{"k8s.gpu.nvidia.com/claim=uid-c-" + vfio0, "k8s.gpu.nvidia.com/claim=uid-c-metadata-r"}
+		if ids := got[0].CDIDeviceIDs; !slices.Equal(ids, wantIDs) {
+			t.Errorf("%s: CDI devices %q", c.iommu, ids)
+		}
+		want := `"containerEdits":{"env":["NVIDIA_VISIBLE_DEVICES=void"],"deviceNodes":` + c.want + `}`
+		if spec := w.specs.of("uid-c"); !strings.Contains(spec, want) || w.specs.base != "" {
+			t.Errorf("%s: spec %s, base %q, want %s", c.iommu, spec, w.specs.base, want)
+		}
+		_, each := described(w, "uid-c", "r")
+		if *each[0][device.AttrPCIBusID].StringValue != "0000:1b:00.0" || *each[0]["type"].StringValue != "vfio" {
+			t.Errorf("%s: metadata %v", c.iommu, each)
+		}
+		if !slices.Equal(drivers(bus), away) {
+			t.Errorf("%s: bound to %q", c.iommu, drivers(bus))
+		}
+		if err := p.Unprepare(t.Context(), "uid-c"); err != nil || !slices.Equal(drivers(bus), atHome) || len(w.records()) != 0 {
+			t.Errorf("%s: afterwards %q, %q, %v", c.iommu, drivers(bus), w.records(), err)
+		}
+	}
+}
+
+func TestPreparedPassthroughIsKept(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	c := newClaim("c", allocated("r", vfio0))
+	mustPrepare(t, w.plugin(t), c)
+	writes := 0
+	bus.Write = func(_ busmodel.Op, effect func() error) error { writes++; return effect() }
+	// NVIDIA's driver no longer has the card, and the node may have no such driver any more.
+	w.leaves(&w.snapshot.Node.GPUs[0])
+	w.snapshot.Ready = false
+	spec := w.specs.of("uid-c")
+	w.specs.clear()
+	p := w.plugin(t)
+	if err := p.Recover(t.Context()); err != nil || w.specs.of("uid-c") != spec {
+		t.Errorf("recovered spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	}
+	mustPrepare(t, p, c)
+	if err := p.Reconcile(t.Context()); err != nil || writes > 0 || !slices.Equal(drivers(bus), away) {
+		t.Errorf("%d writes, %q, %v", writes, drivers(bus), err)
+	}
+	// The API device is another edit, and no reason to touch the card.
+	mustPrepare(t, p, vfioConfig(c, `{"enableAPIDevice":true}`))
+	if spec := w.specs.of("uid-c"); writes > 0 || !strings.Contains(spec, "/dev/vfio/vfio") {
+		t.Errorf("%d writes, spec %s", writes, spec)
+	}
+	w.snapshot.Node.Passthrough[0].UUID = "GPU-other"
+	if _, err := p.Prepare(t.Context(), c); err == nil || !strings.Contains(err.Error(), "the card was replaced") {
+		t.Error(err)
+	}
+}
+
+func TestPassthroughIsBoundAnewAfterAReboot(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	c := newClaim("c", allocated("r", vfio0))
+	mustPrepare(t, w.plugin(t), c)
+	w.reboot()
+	for _, f := range bus.Functions {
+		f.Driver, f.Override = f.Native, ""
+	}
+	p := w.plugin(t)
+	mustPrepare(t, p, c)
+	if !slices.Equal(drivers(bus), away) {
+		t.Errorf("bound to %q", drivers(bus))
+	}
+	w.reboot()
+	for _, f := range bus.Functions {
+		f.Driver, f.Override = "other", "other" // an admin's, of this boot
+	}
+	if err := w.plugin(t).Unprepare(t.Context(), "uid-c"); err != nil || bus.Functions[0].Driver != "other" {
+		t.Errorf("%q, %v", drivers(bus), err)
+	}
+}
+
+func TestGPUThatAnAdminBoundIsNeverRebound(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	for _, f := range bus.Functions[:2] {
+		f.Driver, f.Override = busmodel.VFIO, busmodel.VFIO
+	}
+	bus.Write = func(op busmodel.Op, _ func() error) error { t.Errorf("wrote: %s", op); return nil }
+	w.snapshot.Node.GPUs[0].Passthrough.BoundByAdmin = true
+	w.leaves(&w.snapshot.Node.GPUs[0])
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", vfio0)))
+	if spec := w.specs.of("uid-c"); !strings.Contains(spec, `"/dev/vfio/0000:1b:00.0"`) {
+		t.Error(spec)
+	}
+	if err := p.Unprepare(t.Context(), "uid-c"); err != nil {
+		t.Error(err)
+	}
+	if _, err := p.Prepare(t.Context(), newClaim("d", allocated("r", gpu0))); cause.Of(err) != cause.Device {
+		t.Errorf("a whole GPU without NVIDIA's driver: %v", err)
+	}
+}
+
+func TestRefusedPassthrough(t *testing.T) {
+	gpuConfig := `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`
+	plain := newClaim("c", allocated("r", vfio0))
+	impossible := func(w *world) { w.snapshot.Node.GPUs[0].Passthrough = nil }
+	used := func(w *world) { w.bus.Functions[0].Used = true }
+	for name, c := range map[string]struct {
+		claim  *resourceapi.ResourceClaim
+		before func(*world)
+		want   string
+		cause  cause.Cause
+	}{
+		"admin access":      {newClaim("c", admin("r", vfio0)), nil, "admin access", cause.Claim},
+		"not possible":      {plain, impossible, "cannot be passed", cause.Device},
+		"another kind":      {only(configured(newClaim("c", allocated("r", vfio0)), gpuConfig)), nil, "needs a VfioDeviceConfig", cause.Claim},
+		"another device":    {only(vfioConfig(newClaim("c", allocated("r", gpu0)), `{}`)), nil, "is a VfioDeviceConfig", cause.Claim},
+		"used by a process": {plain, used, "python (process 77)", cause.Held},
+		"twice":             {newClaim("c", allocated("r", vfio0), allocated("s", gpu0)), nil, "cannot exist at the same time", cause.Claim},
+	} {
+		w := newWorld(t)
+		bus := withBus(w)
+		if c.before != nil {
+			c.before(w)
+		}
+		_, err := w.plugin(t).Prepare(t.Context(), c.claim)
+		if err == nil || !strings.Contains(err.Error(), c.want) || cause.Of(err) != c.cause {
+			t.Errorf("%s: %v (%s), want %q", name, err, cause.Of(err), c.want)
+		}
+		if !slices.Equal(drivers(bus), atHome) || len(w.records()) != 0 {
+			t.Errorf("%s: %q, records %q", name, drivers(bus), w.records())
+		}
+	}
+}
+
+func TestPassthroughAndOtherShapesExcludeEachOther(t *testing.T) {
+	w := newWorld(t)
+	withBus(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", vfio0)))
+	if _, err := p.Prepare(t.Context(), newClaim("d", allocated("r", gpu0))); cause.Of(err) != cause.Held {
+		t.Error(err)
+	}
+	mustPrepare(t, p, newClaim("e", allocated("r", gpu1)))
+	if _, err := p.Prepare(t.Context(), newClaim("f", allocated("r", gpu1+"-vfio"))); cause.Of(err) != cause.Held {
+		t.Error(err)
+	}
+}
+
+func TestMIGModeIsOffBeforeTheGPULeaves(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.of(t, gpu0).Enabled = true
+	w.scan()
+	bus := withBus(w)
+	bus.Write = func(_ busmodel.Op, effect func() error) error {
+		if h.of(t, gpu0).Enabled {
+			t.Error("the GPU is still in MIG mode")
+		}
+		return effect()
+	}
+	c := newClaim("c", allocated("r", vfio0))
+	p := w.plugin(t)
+	mustPrepare(t, p, c)
+	h.takeCalls()
+	mustPrepare(t, p, c) // the inventory still has the mode, but the card cannot be read
+	if calls := h.takeCalls(); len(calls) > 0 {
+		t.Errorf("asked NVIDIA's driver: %q", calls)
+	}
+}
+
+// TestPassthroughSurvivesDeath kills the plugin before and after each write to the bus, and fails
+// each write. Whatever happened, the claim can then be prepared, and unprepared.
+func TestPassthroughSurvivesDeath(t *testing.T) {
+	failed := errors.New("failed")
+	for _, unprepare := range []bool{false, true} {
+		for _, fault := range []string{"kill before", "kill after", "error", "no effect"} {
+			for at := 1; ; at++ {
+				name := fmt.Sprintf("unprepare: %v, %s at write %d", unprepare, fault, at)
+				w := newWorld(t)
+				bus := withBus(w)
+				bus.Functions[0].Override = "nvidia"
+				p := w.plugin(t)
+				c := newClaim("c", allocated("r", vfio0))
+				if unprepare {
+					mustPrepare(t, p, c)
+				}
+				n, dead := 0, false
+				bus.Write = func(_ busmodel.Op, effect func() error) error {
+					n++
+					switch {
+					case dead:
+						return failed
+					case n != at:
+						return effect()
+					case fault == "no effect":
+						return nil
+					case fault == "kill after":
+						_ = effect()
+					}
+					if fault != "error" {
+						dead = true
+						w.disk.StopAt(1)
+					}
+					return failed
+				}
+				if unprepare {
+					_ = p.Unprepare(t.Context(), "uid-c")
+				} else {
+					_, _ = p.Prepare(t.Context(), c)
+				}
+				bus.Write = nil
+				w.disk.Restart()
+				p = w.plugin(t)
+				if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+					t.Errorf("%s: %v", name, err)
+				}
+				mustPrepare(t, p, c)
+				if !slices.Equal(drivers(bus), away) {
+					t.Errorf("%s: prepared as %q", name, drivers(bus))
+				}
+				if err := p.Unprepare(t.Context(), "uid-c"); err != nil || !slices.Equal(drivers(bus), []string{"nvidia nvidia", "snd_hda_intel"}) {
+					t.Errorf("%s: left as %q, %v", name, drivers(bus), err)
+				}
+				if n < at {
+					break
+				}
+			}
+		}
+	}
+}
+
+var _ steps.Binder = busmodel.Binder{}

@@ -1,0 +1,113 @@
+package steps
+
+import (
+	"context"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
+)
+
+const PassthroughKind = "passthrough"
+
+// Passthrough is the step that binds a GPU, with the other functions of its IOMMU group, to a VFIO
+// driver for virtual machines. The record has the drivers and overrides that the functions had
+// before the first of them is changed, so Revert can restore them whatever Apply did.
+type Passthrough struct {
+	GPU  string      `json:"gpu"`
+	Card device.Card `json:"card"`
+	// PreferIOMMUFD and APIDevice are what the claim's configuration asks for. They do not change how
+	// the GPU is bound.
+	PreferIOMMUFD bool `json:"preferIOMMUFD,omitempty"`
+	APIDevice     bool `json:"apiDevice,omitempty"`
+	// ByAdmin means that an admin bound the GPU to VFIO. The step then changes nothing.
+	ByAdmin bool `json:"byAdmin,omitempty"`
+	// Found is how the functions were bound before. It is nil while the step has changed nothing.
+	Found *vfio.Found `json:"found,omitempty"`
+	// Access has the device nodes of the bound GPU.
+	Access vfio.Access `json:"access,omitzero"`
+}
+
+var _ Step = &Passthrough{}
+
+// Lasting implements [Step].
+func (*Passthrough) Lasting() bool { return true }
+
+// NeedsHardware implements [Step].
+func (s *Passthrough) NeedsHardware() bool { return !s.ByAdmin }
+
+func (s *Passthrough) Kind() string { return PassthroughKind }
+
+// Apply binds the GPU. If it is bound, Apply only finds its device nodes.
+func (s *Passthrough) Apply(ctx context.Context, env *Env) error {
+	if !s.ByAdmin {
+		if err := s.bind(ctx, env); err != nil {
+			return s.wrapError(err)
+		}
+	}
+	access, err := env.Binder.Access(ctx, s.Card.PCIAddress, s.PreferIOMMUFD)
+	if err != nil {
+		return s.wrapError(err)
+	}
+	s.Access = access
+	return nil
+}
+
+func (s *Passthrough) bind(ctx context.Context, env *Env) error {
+	defer env.forgetCard(s.Card)
+	if s.Found == nil {
+		found, err := env.Binder.Look(ctx, s.Card)
+		if err != nil {
+			return err
+		}
+		s.Found = &found
+		if err := env.Journal(); err != nil {
+			return err
+		}
+	}
+	return env.Binder.Bind(ctx, s.Card, *s.Found)
+}
+
+// Revert gives the GPU and its companions back to the drivers that they had. A reboot has done that
+// already.
+func (s *Passthrough) Revert(ctx context.Context, env *Env) error {
+	if s.Found == nil || env.EarlierBoot {
+		return nil
+	}
+	defer env.forgetCard(s.Card)
+	found := *s.Found
+	if err := env.Binder.Release(ctx, s.Card, found); err != nil {
+		return s.wrapError(err)
+	}
+	s.Found, s.Access = nil, vfio.Access{}
+	if err := env.Journal(); err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to record that a GPU was released from VFIO", "gpu", s.GPU)
+	}
+	if s.Card.UUID != "" && found.Driver(s.Card.PCIAddress) != "" {
+		s.compare(ctx, env)
+	}
+	return nil
+}
+
+// compare reports what a virtual machine has changed about the GPU. MIG mode was off when the
+// machine got the GPU.
+func (s *Passthrough) compare(ctx context.Context, env *Env) {
+	logger := klog.FromContext(ctx).WithValues("gpu", s.GPU, "uuid", s.Card.UUID)
+	state, err := env.Partitions.Look(ctx, s.Card)
+	switch {
+	case err != nil:
+		logger.Error(err, "GPU came back from a virtual machine, and does not answer as the same GPU")
+	case state.MIG.Enabled:
+		logger.Error(nil, "GPU came back from a virtual machine with MIG mode enabled")
+	}
+}
+
+func (s *Passthrough) wrapError(err error) error {
+	if FailureCode(err) == device.FailureInUse {
+		return cause.Errorf(cause.Held, "passthrough of %s: %w", s.GPU, err)
+	}
+	return fmt.Errorf("passthrough of %s: %w", s.GPU, err)
+}
