@@ -39,7 +39,8 @@ var (
 	sharers      = []string{
 		"share", "share, shorter", "fraction", "fraction of a partition", "whole, time slices", "whole, MPS",
 	}
-	daemonUsers = []string{"whole, MPS", "two whole GPUs, MPS", "partition, MPS", "fraction", "fraction of a partition"}
+	passedThrough = []string{"passthrough", "passthrough and partition", "whole"}
+	daemonUsers   = []string{"whole, MPS", "two whole GPUs, MPS", "partition, MPS", "fraction", "fraction of a partition"}
 )
 
 // biases has, for each rarely reached fault point, settings with which a schedule reaches it more
@@ -60,6 +61,9 @@ var biases = map[faultPoint]bias{
 	"state: sync":               {often: 1},
 	"record: list":              {often: 1},
 	foundGone:                   {often: 80, gone: 60},
+	setOverride:                 {often: 25, claimKinds: passedThrough},
+	unbindDriver:                {often: 25, claimKinds: passedThrough},
+	probeDrivers:                {often: 25, claimKinds: passedThrough},
 }
 
 // rarest lists fault points that random schedules seldom reach. Every third schedule aims at one of

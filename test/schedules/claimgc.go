@@ -129,7 +129,8 @@ func (w *world) available(c *claim) bool {
 	for _, r := range results(c.now) {
 		name, ok := device.ParseName(r.Device)
 		g := w.gpu(name.GPU)
-		if !ok || g == nil || g.lost || g.restoredAtBoot || len(g.adminInstances) > 0 {
+		if !ok || g == nil || g.lost || g.restoredAtBoot || len(g.adminInstances) > 0 ||
+			g.isAway() && !name.Passthrough { // another claim has it, which admin access allows
 			return false
 		}
 	}

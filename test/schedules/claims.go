@@ -172,6 +172,8 @@ var templates = []template{
 	{"share, shorter", func(g []string) []result { return []result{share(on("a", g[0]), false)} }, "GpuConfig", shorter},
 	{"fraction of a partition", func(g []string) []result { return []result{share(part("a", g[0], 19, 0), true)} }, "", ""},
 	{"share of a partition", func(g []string) []result { return []result{share(part("a", g[0], 19, 0), false)} }, "", ""},
+	{"passthrough", func(g []string) []result { return []result{on("a", g[0]+"-vfio")} }, "", ""},
+	{"passthrough and partition", func(g []string) []result { return []result{on("a", g[0]+"-vfio"), part("b", g[1], 19, 0)} }, "", ""},
 	{"admin", func(g []string) []result { return []result{admin(on("a", g[0]))} }, "", ""},
 }
 

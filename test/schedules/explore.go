@@ -93,6 +93,7 @@ func (m *savedState) hash() ([32]byte, error) {
 		Mode, Slice, AdminInstances any
 		Lost, RestoredAtBoot        bool
 		Disturbed                   int
+		PCI                         any
 	}
 	visible, synced := m.node.disk.State()
 	state := struct {
@@ -108,7 +109,7 @@ func (m *savedState) hash() ([32]byte, error) {
 	}{visible, synced, nil, m.node.daemons, m.node.snapshot, m.specs.claims, m.specs.metadata, m.specs.based, nil, m.node.boots}
 	for _, g := range m.node.gpus {
 		state.Cards = append(state.Cards, card{
-			g.Enabled, g.Instances, g.ComputeMode, g.TimeSlice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed,
+			g.Enabled, g.Instances, g.ComputeMode, g.TimeSlice, g.adminInstances, g.lost, g.restoredAtBoot, g.disturbed, g.pci,
 		})
 	}
 	for _, c := range m.claims {
@@ -121,6 +122,8 @@ func (m *savedState) hash() ([32]byte, error) {
 func (e *explorer) start() *savedState {
 	n := newNode(len(e.templates[0].results([]string{"a", "b"})))
 	gpus := []string{n.gpus[0].name(), n.gpus[len(n.gpus)-1].name()}
+	n.passthrough = true
+	n.scan()
 	m := &savedState{node: n, specs: newInMemory(), how: "the start"}
 	for i, t := range e.templates {
 		c := claim{name: fmt.Sprintf("c%d", i), uid: types.UID(fmt.Sprintf("uid-c%d", i)), phase: idle}

@@ -19,6 +19,7 @@ var smallWorlds = [][]string{
 	{"share", "share"},
 	{"fraction of a partition", "fraction of a partition"},
 	{"share of a partition", "whole, time slices"},
+	{"passthrough", "whole"},
 }
 
 func named(t *testing.T, name string) template {

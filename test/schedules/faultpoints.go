@@ -28,6 +28,7 @@ const (
 	changing // changes a GPU
 	daemons  // starts or stops an MPS daemon
 	listingMPS
+	binding // writes to the PCI bus
 	asking  // reads from the API server
 	pausing // has no effect, but lets other calls run
 )
@@ -51,6 +52,9 @@ const (
 	startDaemon   faultPoint = "MPS: start daemon"
 	stopDaemon    faultPoint = "MPS: stop daemon"
 	listDaemons   faultPoint = "MPS: list daemons"
+	setOverride   faultPoint = "PCI: set driver override"
+	unbindDriver  faultPoint = "PCI: unbind driver"
+	probeDrivers  faultPoint = "PCI: probe drivers"
 	readClaim     faultPoint = "API server: read claim"
 	foundGone     faultPoint = "claim: found orphaned"
 )
@@ -73,6 +77,7 @@ var classes = []struct {
 	{createGI, changing}, {createCI, changing}, {destroyCI, changing}, {destroyGI, changing},
 	{computeMode, changing}, {readSlice, querying}, {setSlice, changing},
 	{startDaemon, daemons}, {stopDaemon, daemons}, {listDaemons, listingMPS},
+	{setOverride, binding}, {unbindDriver, binding}, {probeDrivers, binding},
 	{readClaim, asking}, {foundGone, pausing},
 }
 
@@ -133,6 +138,7 @@ const (
 	slow            fault = "slow"
 	hangs           fault = "no answer"
 	lostAnswer      fault = "lost answer"
+	noEffect        fault = "no effect"
 	inUse           fault = "in use"
 	givenUp         fault = "kubelet gives up"
 	secondInstance  fault = "second instance starts"
@@ -146,10 +152,10 @@ const (
 var (
 	calls = []class{
 		reading, listing, creating, naming, syncing, specifying, unspecifying, specListing,
-		querying, changing, daemons, listingMPS, asking,
+		querying, changing, daemons, listingMPS, binding, asking,
 	}
 	anywhere = append(slices.Clone(calls), pausing)
-	effects  = []class{creating, naming, syncing, specifying, unspecifying, changing, daemons}
+	effects  = []class{creating, naming, syncing, specifying, unspecifying, changing, daemons, binding}
 	partly   = []class{creating, specifying}
 	onDisk   = []class{creating, naming, syncing, specifying, unspecifying}
 	answers  = []class{querying, changing, daemons, listingMPS, asking}
@@ -163,7 +169,7 @@ var faults = []struct {
 	{killBefore, anywhere}, {killWithin, partly}, {killAfter, effects},
 	{cutBefore, anywhere}, {cutWithin, partly}, {cutAfter, effects},
 	{fails, calls}, {unreadable, []class{reading}}, {full, []class{creating, specifying}}, {readOnly, onDisk}, {slow, anywhere},
-	{hangs, answers}, {lostAnswer, []class{changing, daemons}}, {inUse, []class{changing}},
+	{hangs, answers}, {lostAnswer, []class{changing, daemons, binding}}, {noEffect, []class{binding}}, {inUse, []class{changing}},
 	{givenUp, anywhere}, {secondInstance, anywhere}, {gpuReset, anywhere}, {gpuLost, anywhere},
 	{reload, anywhere}, {clockJump, anywhere}, {supervisorDeath, anywhere},
 }
@@ -188,6 +194,7 @@ var odds = map[faultPoint]float64{
 	"holder: remove unfinished": 60, "quarantine: sync": 60,
 	"mark: remove": 60, "mark: remove unfinished": 60, "mark: sync": 20, "mark: rename": 20, "mark: create": 20,
 	modeOff: 60, modeOn: 15, readClaim: 30, foundGone: 30, stopDaemon: 40, startDaemon: 15,
+	setOverride: 8, unbindDriver: 8, probeDrivers: 8,
 	readSlice: 20, setSlice: 25, computeMode: 25, createGI: 15, createCI: 15, destroyCI: 25, destroyGI: 30,
 	"record: remove": 8, "holder: remove": 12, "holder: rename": 4, "holder: create": 4, "holder: sync": 4,
 	"state: make directory": 0.7, "state: sync": 0.7, "record: list": 1,

@@ -67,6 +67,7 @@ func (w *world) finalChecks(uids []types.UID) {
 	if err := p.collectClaims(p.ctx); err != nil && !lost {
 		w.violates("garbage collection after all faults: %v", err)
 	}
+	w.scan()
 	if !lost {
 		w.checkNoOrphans()
 	}
@@ -85,7 +86,7 @@ func (w *world) finalChecks(uids []types.UID) {
 	w.checkEmpty()
 	w.scan()
 	for _, g := range w.gpus {
-		if !g.lost && len(g.Instances) == 0 {
+		if !g.lost && !g.isAway() && len(g.Instances) == 0 {
 			w.checkReusable(p.ctx, p, g.name())
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
@@ -100,7 +101,7 @@ func sameAs(d checkpoint.Device, want result) bool {
 // usable returns an error unless a container of claim c would get all devices that are allocated to
 // c.
 func (w *world) usable(c *resourceapi.ResourceClaim) error {
-	if !w.specs.hasBase() {
+	if !w.specs.hasBase() && slices.ContainsFunc(results(c), func(r result) bool { return !isPassthrough(r.Device) }) {
 		return errors.New("there is no base CDI spec")
 	}
 	spec, err := w.specs.of(c.UID)
@@ -125,6 +126,9 @@ func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []spec
 	g := w.gpu(name.GPU)
 	if !ok || g == nil {
 		return fmt.Errorf("device %s does not exist", r.Device)
+	}
+	if name.Passthrough {
+		return g.checkPassthrough(spec[i].ContainerEdits)
 	}
 	admin := ptr.Deref(r.AdminAccess, false)
 	uuid, err := w.checkEdits(g, name, r.Device, admin, spec[i].ContainerEdits)
@@ -153,6 +157,25 @@ func (w *world) deviceUsable(c *resourceapi.ResourceClaim, r result, spec []spec
 	case want == slicing && name.Partition == nil && g.TimeSlice != device.TimeSliceLong,
 		want == shorter && name.Partition == nil && g.TimeSlice != device.TimeSliceShort:
 		return fmt.Errorf("the time slices of %s are %d", g.name(), g.TimeSlice)
+	}
+	return nil
+}
+
+func isPassthrough(deviceName string) bool {
+	name, _ := device.ParseName(deviceName)
+	return name.Passthrough
+}
+
+// checkPassthrough returns an error unless the CDI edits give a container the GPU's VFIO node
+// alone, and VFIO has the GPU and its audio function.
+func (g *gpu) checkPassthrough(edits specs.ContainerEdits) error {
+	for _, f := range g.pci {
+		if f.Driver != busmodel.VFIO {
+			return fmt.Errorf("driver %q has PCI function %s", f.Driver, f.Address)
+		}
+	}
+	if len(edits.DeviceNodes) != 1 || edits.DeviceNodes[0].Path != g.deviceNode() {
+		return fmt.Errorf("the CDI spec of %s names %v", g.name(), edits.DeviceNodes)
 	}
 	return nil
 }
@@ -346,6 +369,9 @@ func (w *world) checkNoLeftovers(store *checkpoint.Store) {
 		}
 	}
 	for _, g := range w.gpus {
+		if g.isAway() && !held[g.name()+"-vfio"] && !w.stateUnreadable {
+			w.violates("%s is bound to VFIO for no claim", g.name())
+		}
 		for id, in := range g.Instances {
 			name := fmt.Sprintf("%s-mig-%d-%d", g.name(), in.ProfileID, in.Placement.Start)
 			if !g.isAdmins(id) && !held[name] && !w.stateUnreadable {
@@ -378,6 +404,10 @@ func (w *world) checkEmpty() {
 		w.violates("MPS daemons are left: %q", slices.Sorted(maps.Keys(w.daemons)))
 	}
 	for _, g := range w.gpus {
+		gone := g.pci[0].Driver != nvidiaDriver || g.pci[0].Override != g.override || g.pci[1].Driver != audioDriver || g.pci[1].Override != ""
+		if gone && !w.stateUnreadable {
+			w.violates("the PCI functions of %s are left as %+v", g.name(), g.pci)
+		}
 		if g.lost {
 			continue
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 )
@@ -30,7 +31,9 @@ type node struct {
 	// supervisorDeaths counts how often the MPS supervisor died, and its daemons with it.
 	supervisorDeaths int
 	boots            int
-	snapshot         inventory.Snapshot
+	// passthrough means that GPUs can be passed to virtual machines.
+	passthrough bool
+	snapshot    inventory.Snapshot
 }
 
 // gpu is a GPU in memory, with what the simulation remembers of it.
@@ -45,6 +48,10 @@ type gpu struct {
 	// Claims may use these instances. Prepare of such a claim fails until they exist again.
 	restoredAtBoot bool
 	lost           bool
+	// pci are the GPU and its audio function on the PCI bus. override is the driver override that an
+	// admin gave the GPU, which a reboot erases.
+	pci      [2]busmodel.Function
+	override string
 	// disturbed counts the events after which the GPU had lost its state.
 	disturbed int
 }
@@ -83,10 +90,41 @@ func newNode(cards int) *node {
 		card := device.Card{PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), UUID: fmt.Sprintf("GPU-%d", i)}
 		g := &gpu{GPU: *migmodel.New(h100, card, i), adminInstances: map[uint32]device.Instance{}}
 		g.LowestIDs, g.TimeSlice = true, initialSlice
+		g.pci[1] = busmodel.Function{Address: card.PCIAddress[:len(card.PCIAddress)-1] + "1", Native: audioDriver}
+		g.pci[0] = busmodel.Function{Address: card.PCIAddress, Native: nvidiaDriver}
+		g.bootPCI()
+		if i == 0 {
+			g.pci[0].Override, g.override = nvidiaDriver, nvidiaDriver
+		}
 		n.gpus = append(n.gpus, g)
 	}
 	n.scan()
 	return n
+}
+
+const (
+	nvidiaDriver = "nvidia"
+	audioDriver  = "snd_hda_intel"
+)
+
+// bootPCI gives the GPU's functions the drivers that they have after a boot.
+func (g *gpu) bootPCI() {
+	g.override = ""
+	for i := range g.pci {
+		g.pci[i].Driver, g.pci[i].Override = g.pci[i].Native, ""
+	}
+}
+
+// isAway reports whether NVIDIA's driver does not have the GPU.
+func (g *gpu) isAway() bool { return g.pci[0].Driver != nvidiaDriver }
+
+// bus returns the node's PCI bus.
+func (n *node) bus() *busmodel.Bus {
+	b := &busmodel.Bus{Drivers: []string{nvidiaDriver, audioDriver, busmodel.VFIO}}
+	for _, g := range n.gpus {
+		b.Functions = append(b.Functions, &g.pci[0], &g.pci[1])
+	}
+	return b
 }
 
 // scan reads the GPUs and replaces the plugin's inventory with the result. A lost GPU becomes a
@@ -100,10 +138,18 @@ func (n *node) scan() {
 			s.Node.Problems = append(s.Node.Problems, nvidia.Problem{PCIAddress: g.PCIAddress, Message: "it has fallen off the bus"})
 			continue
 		}
+		var facts *device.Passthrough
+		if n.passthrough {
+			facts = &device.Passthrough{BoundByAdmin: g.isAway()}
+		}
+		if g.isAway() {
+			s.Node.Passthrough = append(s.Node.Passthrough, device.GPU{PCIAddress: g.PCIAddress, Passthrough: facts})
+			continue
+		}
 		mig := g.State().MIG
 		mig.Profiles = profiles
 		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{
-			GPU:   device.GPU{PCIAddress: g.PCIAddress, UUID: g.UUID, Minor: g.Minor, MemoryBytes: gpuMemory, MIG: &mig},
+			GPU:   device.GPU{PCIAddress: g.PCIAddress, UUID: g.UUID, Minor: g.Minor, MemoryBytes: gpuMemory, MIG: &mig, Passthrough: facts},
 			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.Minor)}}},
 		})
 	}
@@ -120,6 +166,7 @@ func (n *node) reboot(adminRestores func(*gpu) bool) {
 		was := maps.Clone(g.Instances)
 		maps.DeleteFunc(was, func(_ uint32, in device.Instance) bool { return len(in.Compute) == 0 })
 		g.reset()
+		g.bootPCI()
 		if len(was) > 0 && adminRestores(g) {
 			g.Enabled, g.Instances, g.adminInstances, g.restoredAtBoot = true, was, maps.Clone(was), true
 		}
@@ -158,6 +205,8 @@ func (n *node) onGPU(op faultPoint, c device.Card, do func(*gpu) error) error {
 			continue
 		}
 		switch {
+		case g.isAway():
+			return failure(device.FailureNotFound, op, c)
 		case g.lost:
 			return failure(device.FailureLost, op, c)
 		case g.UUID != c.UUID:

@@ -29,6 +29,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
@@ -83,7 +84,7 @@ func (p *process) open() error {
 		Pool: pool, Locks: locks, Metadata: true,
 		Node: steps.Node{
 			BootID: p.world.bootID(), Now: func() time.Time { return time.Now().Add(p.world.clockOffset) }, Records: records,
-			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: p.partitions(), MPS: supervisor{p},
+			Hardware: p, Specs: specStore{p, p.world.specs.open()}, Partitions: p.partitions(), Binder: p.binder(), MPS: supervisor{p},
 		},
 		Claims:   &preparetest.Claims{OnRead: p.reread, OnUnpreparedSince: overtaken},
 		Observer: &preparetest.Observer{OnUnprepared: p.unprepared},
@@ -136,6 +137,8 @@ func (p *process) do(ctx context.Context, point faultPoint, effect func() error,
 		if err := effect(); err != nil && f == lostAnswer {
 			return err
 		}
+	case noEffect:
+		return nil
 	case hangs:
 		wait(ctx, time.Hour)
 		return failure(device.FailureTimeout, point, device.Card{})
@@ -289,6 +292,15 @@ func (p *process) partitions() migmodel.Partitions {
 	}}
 }
 
+// binder gives access to the PCI bus. Before each write the process waits at a fault point.
+func (p *process) binder() steps.Binder {
+	b := p.world.bus()
+	b.Write = func(op busmodel.Op, effect func() error) error {
+		return p.do(p.ctx, faultPoint("PCI: "+string(op)), effect, nil)
+	}
+	return busmodel.Binder{Bus: b}
+}
+
 // change lets the plugin change a GPU, and then checks what it removed and who enabled MIG mode.
 func (w *world) change(g *gpu, effect func(*migmodel.GPU) error) error {
 	before, wasEnabled := maps.Clone(g.Instances), g.Enabled
@@ -368,11 +380,19 @@ func (w *world) verify(edits specs.ContainerEdits) error {
 	return nil
 }
 
+// deviceNode returns the path of the GPU's device node, which its driver made.
+func (g *gpu) deviceNode() string {
+	if g.isAway() {
+		return "/dev/vfio/" + string(g.PCIAddress)
+	}
+	return fmt.Sprintf("/dev/nvidia%d", g.Minor)
+}
+
 // nodes returns the paths of the node's device nodes.
 func (n *node) nodes() map[string]bool {
 	there := map[string]bool{}
 	for _, g := range n.gpus {
-		there[fmt.Sprintf("/dev/nvidia%d", g.Minor)] = true
+		there[g.deviceNode()] = true
 		for _, in := range g.Instances {
 			there[fmt.Sprintf("%s%d", capDir, in.Minor)] = true
 			for _, c := range in.Compute {

@@ -50,6 +50,8 @@ func run(dir string, seed uint64, coverage *Coverage) (violations []string, trac
 	if err != nil {
 		return nil, "", err
 	}
+	w.passthrough = true
+	w.scan()
 	s := &schedule{
 		world: w, dice: d, bias: biasOf(seed), coverage: coverage,
 		faultPercent: pick(d, []float64{0, 0.5, 2, 6}), recreatePercent: 40, ended: make(chan ending, 100),

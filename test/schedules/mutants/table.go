@@ -9,6 +9,7 @@ const (
 	reconcileDir  = "pkg/prepare/reconcile"
 	stepsDir      = "pkg/prepare/steps"
 	publishDir    = "pkg/publish"
+	vfioDir       = "pkg/vfio"
 )
 
 // mutants are the defects that the schedules must find, each one on its own. If you rename or move
@@ -54,6 +55,9 @@ var mutants = []mutant{
 	{"unfinished files of holders stay", reconcileDir, "(*Reconciler).collectUnreferenced", skip{call{to: "removeUnfinishedHolders"}}},
 	{"unfinished files of records stay", checkpointDir, "(*Store).DiscardUnfinished", condition{"unfinishedOf", false}},
 	{"the plugin's MIG mode is taken for an admin's", stepsDir, "(*MIGInstance).enableMIGMode", lastArgument{call{to: "Mark"}, `$ + "?"`}},
+	{"a GPU's drivers are not recorded before they change", stepsDir, "(*Passthrough).bind", skip{call{to: "Journal"}}},
+	{"a GPU stays bound to VFIO", stepsDir, "(*Passthrough).Revert", doNothing{}},
+	{"a GPU's original driver override is not restored", vfioDir, "Binding.release", lastArgument{call{to: "SetOverride"}, `""`}},
 	{"what claims hold is not kept published", publishDir, "(*retainer).markRetained", unset{"Held"}},
 	{"claims that are not prepared hold nothing", publishDir, "(*retainer).Retain", lastArgument{call{"markRetained", "readAllocations"}, ""}},
 }
