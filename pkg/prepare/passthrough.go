@@ -14,10 +14,14 @@ import (
 )
 
 // planPassthrough plans the step that binds the GPU to VFIO, if the result is a GPU for virtual
-// machines.
+// machines. It returns an error if NVIDIA's driver does not have the GPU for another use. The
+// inventory then has no device node of it.
 func planPassthrough(r claim.Result, req *deviceRequest) error {
 	facts := req.gpu.Passthrough
 	switch {
+	case !req.name.Passthrough && facts != nil && len(req.gpuEdits.DeviceNodes) == 0:
+		return cause.Errorf(cause.Device, "request %s: NVIDIA's driver does not have the GPU of device %s: only virtual machines can use it now",
+			r.Request, r.Device)
 	case !req.name.Passthrough:
 		return nil
 	case r.AdminAccess:

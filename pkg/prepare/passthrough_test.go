@@ -218,6 +218,24 @@ func TestRefusedPassthrough(t *testing.T) {
 	}
 }
 
+// The node view adds such GPUs to the others.
+func TestGPUWithoutNVIDIADriverIsForVirtualMachinesOnly(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	w.snapshot.Node.GPUs[0].UUID, w.snapshot.Node.GPUs[0].Edits.DeviceNodes = "", nil
+	p := w.plugin(t)
+	for _, r := range []result{allocated("r", gpu0), admin("r", gpu0)} {
+		_, err := p.Prepare(t.Context(), newClaim("c", r))
+		if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "only virtual machines") {
+			t.Error(err)
+		}
+	}
+	mustPrepare(t, p, newClaim("d", allocated("r", vfio0)))
+	if !slices.Equal(drivers(bus), away) {
+		t.Errorf("bound to %q", drivers(bus))
+	}
+}
+
 func TestPassthroughAndOtherShapesExcludeEachOther(t *testing.T) {
 	w := newWorld(t)
 	withBus(w)
