@@ -92,7 +92,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 // notChecked is printed after the devices. It lists what also decides which devices the plugin
 // publishes, but cannot be found out on the node alone.
 const notChecked = `Not checked here:
-  the Node's annotation gpu.nvidia.com/mig-policy, which takes precedence over the policies above
+  the Node's annotations gpu.nvidia.com/mig-policy and gpu.nvidia.com/passthrough, which take precedence over the policies above
   the Node's labels, which choose a configuration: see --configuration
   published devices that claims hold: they stay unchanged until the claims end, and overlapping devices are not offered
   the cluster's features: without shared counters or consumable capacities there are fewer devices and no shares

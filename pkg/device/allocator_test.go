@@ -124,14 +124,15 @@ func profile(name string) string {
 const (
 	migClass    = "mig.nvidia.com"
 	sharedClass = "shared.gpu.nvidia.com"
+	vfioClass   = "vfio.gpu.nvidia.com"
 )
 
-// chartClasses returns the device classes that the Helm chart installs: for whole GPUs, partitions
-// and shares.
+// chartClasses returns the device classes that the Helm chart installs: for whole GPUs, partitions,
+// shares and virtual machines.
 func chartClasses() scheduler.Classes {
 	const isType = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == %q`
 	return scheduler.Classes{
-		driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig"),
+		driverName: fmt.Sprintf(isType, "gpu"), migClass: fmt.Sprintf(isType, "mig"), vfioClass: fmt.Sprintf(isType, "vfio"),
 		sharedClass: `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type in ["gpu-share", "mig-share"]`,
 	}
 }

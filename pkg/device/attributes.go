@@ -28,10 +28,21 @@ const (
 	UUIDNotCreated = "not-cut"
 	// noAddressingMode is NVML's word for a GPU without an active addressing mode.
 	noAddressingMode = "None"
+	// unknownFact is published for what only NVML knows if NVML does not list the GPU.
+	unknownFact = "Unknown"
 	// noVersion is published for an unknown version. It is lower than every version, so no selector
 	// for a minimum version matches it.
 	noVersion = "0.0.0"
 )
+
+// identity returns the GPU's UUID. A GPU that NVML does not list has its PCI address instead, so that
+// no two GPUs match each other by this attribute.
+func (g GPU) identity() string {
+	if g.PassthroughOnly() {
+		return "PCI-" + string(g.PCIAddress)
+	}
+	return g.UUID
+}
 
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
@@ -39,18 +50,18 @@ type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 // is always the UUID of the GPU, even on the device for the whole GPU.
 func commonAttributes(g GPU, d Driver) attributes {
 	a := attributes{
-		"parentUUID":     text(g.UUID),
+		"parentUUID":     text(g.identity()),
 		AttrPCIBusID:     text(string(g.PCIAddress)),
-		"productName":    text(g.ProductName),
-		"brand":          text(g.Brand),
-		"architecture":   text(g.Architecture),
+		"productName":    text(cmp.Or(g.ProductName, unknownFact)),
+		"brand":          text(cmp.Or(g.Brand, unknownFact)),
+		"architecture":   text(cmp.Or(g.Architecture, unknownFact)),
 		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
 	}
 	a.version("cudaComputeCapability", g.CUDAComputeCapability)
 	// CEL can compare semantic versions. The version as the driver writes it ("580.65.06") is not one.
 	a.version("driverVersion", d.Version)
 	a.version("cudaDriverVersion", d.CUDAVersion)
-	a["driverVersionString"] = text(d.Version)
+	a["driverVersionString"] = text(cmp.Or(d.Version, unknownFact))
 	if g.PCIeRoot != "" {
 		a[AttrPCIeRoot] = text(g.PCIeRoot)
 	}

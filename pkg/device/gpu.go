@@ -31,8 +31,10 @@ type GPU struct {
 	// ContainerLimits is true if the driver and the node can limit the GPU memory of a whole
 	// container, not only of each process. This is possible only while the card is not in MIG mode.
 	ContainerLimits bool `json:"containerLimits,omitempty"`
-	// Passthrough is nil if the GPU cannot be passed to a virtual machine, or if that is unknown.
-	Passthrough *Passthrough `json:"passthrough,omitempty"`
+	// Passthrough is nil if the GPU cannot be passed to a virtual machine. Then NoPassthrough says
+	// why. If both are empty, that is unknown.
+	Passthrough   *Passthrough `json:"passthrough,omitempty"`
+	NoPassthrough string       `json:"noPassthrough,omitempty"`
 	// MIG has the GPU's MIG mode, profiles and instances. It is nil for a card without MIG.
 	MIG *MIG `json:"mig,omitempty"`
 }

@@ -49,6 +49,7 @@ func newFleet(t *testing.T, random *rand.Rand, models map[string]*model.GPU) *fl
 	f.log = append(f.log, fmt.Sprint(chosen))
 	f.policies = make([]Policy, len(f.gpus))
 	for i := range f.gpus {
+		f.gpus[i].Passthrough = &Passthrough{}
 		if m := f.gpus[i].MIG; m != nil && m.ModeFixed {
 			m.Enabled = random.IntN(2) == 0
 			m.Pending = m.Enabled
@@ -85,11 +86,14 @@ func (f *fleet) offerings() []Offering {
 }
 
 func (f *fleet) policy(i int) {
-	f.policies[i] = Policy{Mode: []PolicyMode{PolicyStatic, PolicyDynamic, PolicyDynamic, PolicyOff, PolicyAdopt}[f.random.IntN(5)]}
+	f.policies[i] = Policy{
+		Mode:        []PolicyMode{PolicyStatic, PolicyDynamic, PolicyDynamic, PolicyOff, PolicyAdopt}[f.random.IntN(5)],
+		Passthrough: f.random.IntN(3) == 0,
+	}
 	if m := f.gpus[i].MIG; m != nil && f.policies[i].CreatesInstances() && f.random.IntN(2) == 0 {
 		f.policies[i].Profiles = []string{m.Profiles[f.random.IntN(len(m.Profiles))].Name}
 	}
-	f.log = append(f.log, fmt.Sprintf("GPU %d is %s", i, f.policies[i]))
+	f.log = append(f.log, fmt.Sprintf("GPU %d is %s, passthrough %t", i, f.policies[i], f.policies[i].Passthrough))
 }
 
 func (f *fleet) rules() {
@@ -204,12 +208,13 @@ func (f *fleet) admin(i int) {
 		_, alone := f.held[whole.String()]
 		whole.Share = true
 		_, shared := f.held[whole.String()]
+		_, bound := f.held[VFIO{gpu: g}.Name()]
 		p := g.MIG.Profiles[f.random.IntN(len(g.MIG.Profiles))]
 		start, parts := p.Starts[f.random.IntN(len(p.Starts))], 1
 		if f.random.IntN(3) == 0 {
 			parts = int(p.Slices)
 		}
-		if !alone && !shared && (!g.MIG.ModeFixed || g.MIG.Enabled) && f.createInstance(i, p, start, parts) {
+		if !alone && !shared && !bound && (!g.MIG.ModeFixed || g.MIG.Enabled) && f.createInstance(i, p, start, parts) {
 			f.log = append(f.log, fmt.Sprintf("an admin created an instance on GPU %d: %s at %d with %d compute instances", i, p.Name, start, parts))
 		}
 	}
@@ -323,11 +328,14 @@ func (f *fleet) checkNoConflict(name string) {
 func (f *fleet) checkCountersAllOrNone(devices map[string]resourceapi.Device) {
 	overlap, wanted, placed := false, false, map[string]bool{}
 	for _, o := range f.offerings() {
-		wanted = wanted || o.Placements
+		wanted = wanted || o.Placements || o.Whole && o.VFIO
 	}
 	for _, s := range Offer(f.offerings()) {
 		p, is := s.(Partition)
 		placed[s.Name()] = is && p.uuid == ""
+		if _, is := s.(VFIO); is {
+			_, placed[s.Name()] = devices[s.GPU().WholeName()]
+		}
 	}
 	for name, d := range devices {
 		_, held := f.held[name]
@@ -373,7 +381,7 @@ func (l ledger) totals(device string) map[string]int64 {
 func TestHeldDevicesStayAsPublished(t *testing.T) {
 	const fleets, steps = 120, 25
 	models := readModels(t)
-	held, kept, uncounted := 0, 0, 0
+	held, kept, uncounted, passed := 0, 0, 0, 0
 	for seed := range uint64(fleets) {
 		f := newFleet(t, rand.New(rand.NewPCG(seed, 5)), models)
 		for range steps {
@@ -392,6 +400,9 @@ func TestHeldDevicesStayAsPublished(t *testing.T) {
 				if len(d.consumes) == 0 {
 					uncounted++
 				}
+				if n, _ := ParseName(name); n.Passthrough {
+					passed++
+				}
 				if !offered[name] {
 					kept++
 				}
@@ -399,8 +410,8 @@ func TestHeldDevicesStayAsPublished(t *testing.T) {
 			f.step(free, devices, l)
 		}
 	}
-	t.Logf("%d held devices, %d of them without counters, %d of them no longer offered", held, uncounted, kept)
-	if held < 2000 || uncounted < 400 || kept < 300 {
+	t.Logf("%d held devices, %d of them without counters, %d of them no longer offered, %d for virtual machines", held, uncounted, kept, passed)
+	if held < 2000 || uncounted < 400 || kept < 300 || passed < 200 {
 		t.Error("too few cases to prove anything")
 	}
 }

@@ -29,6 +29,7 @@ const maxKeys = 26
 var requiredKeys = map[string]struct{ attributes, capacities []string }{
 	"gpu":       {wholeKeys, capacityKeys},
 	"mig":       {partitionKeys, capacityKeys},
+	"vfio":      {append(slices.Clone(wholeKeys), "vendorID", "deviceID", "iommuFDEnabled"), []string{"addressableMemory"}},
 	"gpu-share": {append(slices.Clone(wholeKeys), shareKeys...), nil},
 	"mig-share": {append(slices.Clone(partitionKeys), shareKeys...), nil},
 }
@@ -54,10 +55,15 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	t.Helper()
 	full := fromModel(m)
 	full.PCIAddress, full.UUID, full.PCIeRoot, full.NUMANode = "0000:01:00.0", "GPU-1", "pci0000:00", ptr.To(1)
+	full.Passthrough = &Passthrough{VendorID: 0x10de, DeviceID: 0x2330, AddressableMemory: 1 << 37, IOMMUFD: true}
 	bare := GPU{
 		PCIAddress: full.PCIAddress, UUID: full.UUID, ProductName: full.ProductName, Brand: "Unknown", Architecture: "Unknown", MIG: full.MIG,
 	}
 	versions := []Driver{{Version: m.TypicalDriverVersion.Value, CUDAVersion: m.TypicalCUDAVersion.Value}, {Version: "vgpu-x"}}
+	withoutDriver := GPU{PCIAddress: full.PCIAddress, Passthrough: full.Passthrough}
+	for _, slice := range Slices(Offer([]Offering{{GPU: withoutDriver, Layout: Layout{VFIO: true}}}), Driver{}) {
+		visit(slice.Devices[0])
+	}
 	for i, g := range []GPU{full, bare} {
 		for _, rules := range []string{
 			"", "[{kind: fractions}, {profile: '*', kind: fractions}]", "[{kind: shares, count: 4}, {profile: '*', kind: shares, count: 4}]",
@@ -74,11 +80,11 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	}
 }
 
-// layoutsOf returns the GPU offered in three ways: as a whole, with all placements, and with
-// existing MIG instances. These are one of each profile, and one of a profile that the driver does
+// layoutsOf returns the GPU offered in three ways: as a whole, also to virtual machines, with all
+// placements, and with existing MIG instances. These are one of each profile, and one of a profile that the driver does
 // not list, as in a vGPU guest.
 func layoutsOf(g GPU) []Offering {
-	layouts := []Layout{{Whole: true}}
+	layouts := []Layout{{Whole: true, VFIO: true}}
 	if g.MIG != nil {
 		instances := []Instance{{ID: 99, ProfileID: 77, Compute: []ComputeInstance{{Name: "1c.9g.99gb", UUID: "MIG-guest"}}}}
 		for i, p := range g.MIG.Profiles {
@@ -128,7 +134,7 @@ func TestDevicesOfOneTypeHaveSameKeys(t *testing.T) {
 				t.Errorf("capacities of %s (%s):\n%s", d.Name, kind, diff)
 			}
 		})
-		kinds := []string{"gpu", "gpu-share"}
+		kinds := []string{"gpu", "gpu-share", "vfio"}
 		if m.MIG.Supported.Value {
 			kinds = append(kinds, "mig", "mig-share")
 		}
@@ -182,6 +188,14 @@ var selectors = map[string][]string{
 		`device.attributes["gpu.nvidia.com"].addressingMode == "ATS"`,
 		`device.attributes["gpu.nvidia.com"].driverVersion.compareTo(semver("550.0.0")) >= 0`,
 		`device.capacity["gpu.nvidia.com"].decoders.compareTo(quantity("1")) >= 0`,
+	},
+	"vfio": {
+		`device.attributes["gpu.nvidia.com"].deviceID == "0x2330" && device.attributes["gpu.nvidia.com"].vendorID == "0x10de"`,
+		`device.attributes["gpu.nvidia.com"].iommuFDEnabled`,
+		`device.attributes["gpu.nvidia.com"].uuid == "b4f1d0a8-0000-5000-8000-000000000000"`,
+		`device.attributes["gpu.nvidia.com"].productName.lowerAscii().matches('^.*a100.*$')`,
+		`device.capacity["gpu.nvidia.com"].addressableMemory.compareTo(quantity("40Gi")) >= 0`,
+		`device.attributes["resource.kubernetes.io"].pciBusID == "0000:65:00.0"`,
 	},
 	// The selectors of a device class are evaluated on the devices of all types.
 	"": {

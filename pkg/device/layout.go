@@ -1,15 +1,18 @@
 package device
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
 )
 
-// Layout says which devices of a GPU are offered: the GPU as a whole, placements or existing MIG
-// instances.
+// Layout says which devices of a GPU are offered: the GPU as a whole, to virtual machines,
+// placements or existing MIG instances.
 type Layout struct {
 	Whole bool
+	// VFIO is true if the GPU is offered to virtual machines.
+	VFIO bool
 	// Placements is true if the placements of the GPU's profiles are offered, and the plugin creates
 	// their MIG instances on demand. Placements overlap, so counters must keep them apart.
 	Placements bool
@@ -51,6 +54,35 @@ type Offering struct {
 // created for claims; all others belong to an admin. counters is true if the cluster supports
 // shared counters. reason says why less is offered than the policy wants. Otherwise it is empty.
 func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
+	if g.PassthroughOnly() {
+		return Layout{VFIO: policy.Passthrough}, ""
+	}
+	l, reason := decideMIG(g, owned, policy, counters)
+	if !policy.Passthrough {
+		return l, reason
+	}
+	var impossible string
+	l.VFIO, impossible = decidePassthrough(g, l, counters)
+	return l, strings.Join(slices.DeleteFunc([]string{reason, impossible}, func(s string) bool { return s == "" }), "; ")
+}
+
+// decidePassthrough reports whether a GPU that is offered like l is also offered to virtual
+// machines. Only a GPU that is offered whole can be, because both need it without MIG instances.
+func decidePassthrough(g GPU, l Layout, counters bool) (offered bool, reason string) {
+	const not = "not offered to virtual machines: "
+	switch {
+	case g.Passthrough == nil:
+		return false, not + cmp.Or(g.NoPassthrough, "sysfs does not say whether that is possible")
+	case !l.Whole:
+		return false, not + "the GPU is not offered whole"
+	case !counters:
+		return false, not + noCounters
+	}
+	return true, ""
+}
+
+// decideMIG chooses which devices of the GPU are offered to containers.
+func decideMIG(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
 	m := g.MIG
 	if m == nil {
 		return Layout{Whole: true}, ""
@@ -154,11 +186,13 @@ func offersProfile(profiles []string, p Profile) bool {
 	return len(profiles) == 0 || slices.Contains(profiles, p.Name)
 }
 
+const noCounters = "the cluster does not support shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), " +
+	"which overlapping devices need"
+
 func countersUnsupportedReason(g GPU, counters bool) string {
 	switch {
 	case !counters:
-		return "the cluster does not support shared counters (feature gate DRAPartitionableDevices, from Kubernetes 1.35), " +
-			"which overlapping devices need"
+		return noCounters
 	case len(g.MIG.Profiles) == 0:
 		return "the GPU's MIG profiles are not known"
 	default:

@@ -195,7 +195,7 @@ func TestPolicyProfileListLimitsPlacements(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			g := small()
 			g.MIG.Instances, g.MIG.Enabled, g.MIG.Pending = c.instances, len(c.instances) > 0, len(c.instances) > 0
-			layout, reason := Decide(g, c.owned, Policy{c.mode, c.profiles}, true)
+			layout, reason := Decide(g, c.owned, Policy{Mode: c.mode, Profiles: c.profiles}, true)
 			var names []string
 			for _, s := range Offer([]Offering{{GPU: g, Layout: layout, Held: c.held}}) {
 				names = append(names, s.Name())

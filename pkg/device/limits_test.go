@@ -68,6 +68,9 @@ func checkAttribute(t *testing.T, device string, name resourceapi.QualifiedName,
 	if a.IntValue != nil {
 		set++
 	}
+	if a.BoolValue != nil {
+		set++
+	}
 	if set != 1 {
 		t.Errorf("device %s: %s has %d values", device, name, set)
 	}

@@ -148,10 +148,10 @@ func (n Name) Type() string {
 	return kind
 }
 
-// DeviceNames returns the names of all devices that the GPU may be offered as: for virtual machines,
-// the whole GPU, every placement, and existing compute instances, the latter three also as share
-// devices. It includes those that are not offered, because a claim may have one that was offered
-// earlier.
+// DeviceNames returns the names of all devices that the GPU may be offered as: for virtual
+// machines, the whole GPU, every placement, and existing compute instances, the latter three also
+// as share devices. It includes those that are not offered, because a claim may have one that was
+// offered earlier.
 func (g GPU) DeviceNames() []string {
 	var names []string
 	seen := map[string]bool{}

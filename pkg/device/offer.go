@@ -11,8 +11,8 @@ import (
 // Offer returns all devices that the GPUs are offered as, in publishing order. The scheduler takes
 // the first device that fits, so this order decides what it picks and how much work that takes:
 //
-//   - Whole GPUs come first, by PCI address, then their shares. So a claim for a whole GPU skips
-//     all partitions.
+//   - Whole GPUs come first, by PCI address, then those for virtual machines, then shares. So a
+//     claim for a whole GPU skips all partitions.
 //   - Existing partitions of any GPU come next, so that the partitions of an admin are used before
 //     the plugin partitions another GPU.
 //   - Placements come last, GPU by GPU, small partitions first, so that one GPU fills up before
@@ -31,15 +31,15 @@ func Offer(offerings []Offering) []Shape {
 		gpus[index] = o.gpuShapes(index)
 		overlap = overlap || gpus[index].overlaps
 	}
-	var whole, shares, existing, placements []Shape
+	var whole, vfio, shares, existing, placements []Shape
 	for _, c := range gpus {
 		if !overlap && !c.held {
 			c.dropCounters()
 		}
-		whole, shares = append(whole, c.whole...), append(shares, c.shares...)
+		whole, vfio, shares = append(whole, c.whole...), append(vfio, c.vfio...), append(shares, c.shares...)
 		existing, placements = append(c.existing, existing...), append(c.placements, placements...)
 	}
-	return slices.Concat(whole, shares, existing, placements)
+	return slices.Concat(whole, vfio, shares, existing, placements)
 }
 
 func byPCIAddress(offerings []Offering) []Offering {
@@ -51,7 +51,7 @@ func byPCIAddress(offerings []Offering) []Offering {
 // gpuShapes has the devices that one GPU is offered as. A partition comes directly before its share
 // device. The field existing also has partitions that are published only because claims have them.
 type gpuShapes struct {
-	whole, shares, existing, placements []Shape
+	whole, vfio, shares, existing, placements []Shape
 	// overlaps is true if devices of this GPU may overlap. Then the devices of all GPUs of the node
 	// need counters. held is true if claims have devices of this GPU that were published with
 	// counters.
@@ -65,7 +65,7 @@ func (o Offering) gpuShapes(index int) gpuShapes {
 	set := counterSetOf(o.GPU)
 	held := o.holdings(set)
 	o.Placements = o.Placements && set.hasMemorySlices()
-	c := gpuShapes{overlaps: o.Placements || o.Counted}
+	c := gpuShapes{overlaps: o.Placements || o.Counted || o.Whole && o.VFIO}
 	for _, h := range held {
 		c.held = c.held || h.counted
 		// If a claim has the whole GPU, the GPU has no room for other devices, so the other GPUs need no
@@ -73,7 +73,13 @@ func (o Offering) gpuShapes(index int) gpuShapes {
 		c.overlaps = c.overlaps || h.counted && h.Partition != nil
 	}
 	if slices.ContainsFunc(held, holding.hiddenFromCounters) {
-		o.Whole, o.Placements = false, false
+		o.Whole, o.VFIO, o.Placements = false, false, false
+	}
+	vfio := VFIO{o.GPU, counts{set, maps.Clone(set)}}
+	if counted, held := o.Held[vfio.Name()]; held && !counted {
+		c.vfio = []Shape{withoutCounters(vfio)}
+	} else if held || o.VFIO {
+		c.vfio = []Shape{vfio}
 	}
 	for _, s := range o.shapes(Whole{o.GPU, counts{set, maps.Clone(set)}}, "", o.Whole, index) {
 		if _, share := s.(Shared); share {
@@ -179,7 +185,7 @@ func (o Offering) share(s shareable, profile string, offered bool, index int) Sh
 // dropCounters makes whole GPUs and existing partitions consume no counters. Callers use it on
 // nodes where no devices overlap.
 func (c gpuShapes) dropCounters() {
-	for _, shapes := range [][]Shape{c.whole, c.existing} {
+	for _, shapes := range [][]Shape{c.whole, c.vfio, c.existing} {
 		for i, s := range shapes {
 			shapes[i] = withoutCounters(s)
 		}
@@ -190,6 +196,8 @@ func withoutCounters(s Shape) Shape {
 	switch s := s.(type) {
 	case Whole:
 		return Whole{gpu: s.gpu}
+	case VFIO:
+		return VFIO{gpu: s.gpu}
 	case Partition:
 		s.counts = counts{}
 		return s

@@ -35,6 +35,8 @@ type Policy struct {
 	// Profiles has the names of the profiles that are offered, if Mode creates MIG instances. If it is
 	// empty, all profiles are offered.
 	Profiles []string
+	// Passthrough offers the GPU to virtual machines, too.
+	Passthrough bool
 }
 
 // String returns the policy for messages: dynamic(1g.10gb,3g.40gb).
@@ -68,13 +70,17 @@ func (p Policy) On(g GPU) (_ Policy, problem string) {
 	if len(unknown) == 0 {
 		return p, ""
 	}
-	return Policy{Mode: PolicyStatic}, fmt.Sprintf(
+	return Policy{Mode: PolicyStatic, Passthrough: p.Passthrough}, fmt.Sprintf(
 		"the GPU has no profile %s, which policy %s names, so policy static applies; its profiles are %s",
 		strings.Join(unknown, ", "), p, strings.Join(names, ", "))
 }
 
-// Policies maps each GPU to its policy. The zero value maps all GPUs to [PolicyStatic].
-type Policies struct{ rules []policyRule }
+// Policies maps each GPU to its policy. The zero value maps all GPUs to [PolicyStatic], without
+// passthrough.
+type Policies struct {
+	rules       []policyRule
+	passthrough []passthroughRule
+}
 
 type policyRule struct {
 	selector selector
@@ -105,7 +111,7 @@ func (s MIGSettings) Policies(at *field.Path) (Policies, field.ErrorList) {
 	add := func(at *field.Path, r MIGRule) {
 		selector, err := parseSelector(at.Child("gpus"), r.GPUs)
 		errs = append(append(errs, err...), r.validate(at)...)
-		p.rules = append(p.rules, policyRule{selector, Policy{r.Policy, r.Profiles}})
+		p.rules = append(p.rules, policyRule{selector, Policy{Mode: r.Policy, Profiles: r.Profiles}})
 	}
 	if s.Policy != "" || len(s.Profiles) > 0 {
 		add(at, MIGRule{Policy: s.Policy, Profiles: s.Profiles})
@@ -146,18 +152,24 @@ var profileForm = regexp.MustCompile(`^[0-9]+g\.[0-9]+gb([+-][a-z0-9]+(\.[a-z0-9
 
 // And returns the rules of p and of more. The rules of more take precedence.
 func (p Policies) And(more Policies) Policies {
-	return Policies{append(append([]policyRule(nil), p.rules...), more.rules...)}
+	return Policies{slices.Concat(p.rules, more.rules), slices.Concat(p.passthrough, more.passthrough)}
 }
 
 // For returns the policy that the rules set for a GPU. [Policy.On] returns the policy that then
 // takes effect.
 func (p Policies) For(g GPU) Policy {
-	for i := len(p.rules) - 1; i >= 0; i-- {
-		if p.rules[i].selector.matches(g) {
-			return p.rules[i].policy
+	policy := Policy{Mode: PolicyStatic}
+	for _, r := range p.rules {
+		if r.selector.matches(g) {
+			policy = r.policy
 		}
 	}
-	return Policy{Mode: PolicyStatic}
+	for _, r := range p.passthrough {
+		if r.selector.matches(g) {
+			policy.Passthrough = r.enabled
+		}
+	}
+	return policy
 }
 
 // selector selects GPUs by PCI address, UUID or product name, in which * is a wildcard.

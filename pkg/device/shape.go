@@ -6,8 +6,8 @@ import (
 )
 
 // Shape is one way in which a GPU is offered to the scheduler: as a whole ([Whole]), to a virtual
-// machine ([VFIO]), as a partition ([Partition]) or in shares ([Shared]). Each Shape is published as
-// one device.
+// machine ([VFIO]), as a partition ([Partition]) or in shares ([Shared]). Each Shape is published
+// as one device.
 type Shape interface {
 	// Name returns the device's name in the pool: a DNS label, stable across reboots.
 	Name() string

@@ -191,8 +191,8 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	return p, p.profile, known
 }
 
-// Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU has or can have, or a
-// share device of these. The zero GPU has no devices.
+// Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU
+// has or can have, or a share device of these. The zero GPU has no devices.
 func (g GPU) Has(n Name) bool {
 	_, _, known := g.shareable(n)
 	known = known || n.Passthrough && g.Passthrough != nil

@@ -19,12 +19,16 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
-// policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs: the
-// name of a policy, or the setting "mig" in YAML.
-const policyAnnotation = DriverName + "/mig-policy"
+const (
+	// policyAnnotation is the Node's annotation with rules for the MIG policies of its GPUs: the name
+	// of a policy, or the setting "mig" in YAML.
+	policyAnnotation = DriverName + "/mig-policy"
+	// passthroughAnnotation says which GPUs are offered to virtual machines: true, false, or the
+	// setting "passthrough" in YAML.
+	passthroughAnnotation = DriverName + "/passthrough"
+)
 
-// nodePolicy watches the Node, hands it to its observers and reads the MIG policy rules in its
-// annotation. If it cannot parse new rules, it reports them and the previous rules stay in force.
+// nodePolicy watches the Node, hands it to its observers and reads the rules in its annotations. If it cannot parse new rules, it reports them and the previous rules stay in force.
 type nodePolicy struct {
 	client      kubernetes.Interface
 	node        string
@@ -34,7 +38,23 @@ type nodePolicy struct {
 	chooser     *chooser
 	observers   []func(*corev1.Node) // are called with each version of the Node
 
-	rules *string // the last value of the annotation; nil before the first one
+	rules *annotations // the last values; nil before the first ones
+}
+
+// annotations are the values of the Node's annotations with rules.
+type annotations struct{ mig, passthrough string }
+
+// policies returns the policies that the annotations set.
+func (a annotations) policies() (device.Policies, error) {
+	mig, err := settings.ParseMIG(a.mig)
+	if err != nil {
+		return mig, fmt.Errorf("cannot parse the MIG policy in annotation %s, so the previous policy stays in force: %w", policyAnnotation, err)
+	}
+	passthrough, err := settings.ParsePassthrough(a.passthrough)
+	if err != nil {
+		return mig, fmt.Errorf("cannot parse annotation %s, so the previous rules stay in force: %w", passthroughAnnotation, err)
+	}
+	return mig.And(passthrough), nil
 }
 
 // Read reads the Node once, before Watch. It must be called before the driver prepares claims or
@@ -83,18 +103,17 @@ func (p *nodePolicy) handleNode(ctx context.Context, node *corev1.Node) {
 		observe(node)
 	}
 	p.chooser.SetLabels(ctx, node.Labels)
-	rules := node.Annotations[policyAnnotation]
+	rules := annotations{node.Annotations[policyAnnotation], node.Annotations[passthroughAnnotation]}
 	if p.rules != nil && *p.rules == rules {
 		return
 	}
 	p.rules = &rules
-	policies, err := settings.ParseMIG(rules)
+	policies, err := rules.policies()
 	if err != nil {
-		p.reportProblem(fmt.Sprintf("cannot parse the MIG policy in annotation %s, so the previous policy stays in force: %v",
-			policyAnnotation, err))
+		p.reportProblem(err.Error())
 		return
 	}
-	klog.FromContext(ctx).Info("Read the MIG policy from the Node's annotation", "annotation", policyAnnotation, "rules", rules)
+	klog.FromContext(ctx).Info("Read the policies from the Node's annotations", "mig", rules.mig, "passthrough", rules.passthrough)
 	p.setPolicies(policies)
 	p.wake()
 }

@@ -52,6 +52,18 @@ func TestNodePolicyFollowsAnnotation(t *testing.T) {
 	}
 	annotate("dynamic")
 	expectPolicies("the next valid rule", device.PolicyStatic, device.PolicyAdopt, device.PolicyDynamic)
+	node = node.DeepCopy()
+	node.Annotations[passthroughAnnotation] = "maybe"
+	annotate("dynamic")
+	if problem := <-problems.Events; !strings.Contains(problem, passthroughAnnotation) || !strings.Contains(problem, "maybe") {
+		t.Error(problem)
+	}
+	node.Annotations[passthroughAnnotation] = "true"
+	annotate("static")
+	expectPolicies("passthrough", device.PolicyStatic, device.PolicyAdopt, device.PolicyDynamic, device.PolicyStatic)
+	if !set.last.For(device.GPU{}).Passthrough {
+		t.Error("the annotation does not switch passthrough on")
+	}
 	stop()
 	<-done
 }
@@ -71,12 +83,14 @@ func TestUnreadableNodeIsReportedOnce(t *testing.T) {
 type policyLog struct {
 	mu       sync.Mutex
 	policies []device.PolicyMode
+	last     device.Policies
 	wakes    int
 }
 
 func (l *policyLog) SetNodePolicies(p device.Policies) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.last = p
 	l.policies = append(l.policies, p.For(device.GPU{}).Mode)
 }
 

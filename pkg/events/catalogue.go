@@ -101,7 +101,8 @@ var (
 		"Wait until these claims end, or delete their Pods. See [migration](migration.md)")
 	PredecessorDaemon = warning("PredecessorDaemon", onNode, "an MPS daemon of NVIDIA's DRA driver has outlived its claim",
 		"Delete the Deployment with the command in the Event")
-	GPUsLimited = normal("GPUsLimited", onNode, "GPUs are not offered as [their policy](mig.md#administration) promises",
+	GPUsLimited = normal("GPUsLimited", onNode, "GPUs are not offered as their [MIG policy](mig.md#administration) or "+
+		"[`passthrough`](passthrough.md) promises",
 		"As the Event says for each GPU")
 	ValidationNotEnforced = warning("ValidationNotEnforced", onNode, "the chart's value `requireValidation` is on, but the cluster has "+
 		"no device taints. GPUs are offered before their [check](health.md#checking-gpus-before-use)",
@@ -111,8 +112,8 @@ var (
 	ConfigurationIgnored = warning("ConfigurationIgnored", onNode,
 		"a label or the settings file is invalid. The [configuration](operations.md#configurations) before stays in force",
 		"Correct the label, or the value that the Event names")
-	PolicyIgnored = warning("PolicyIgnored", onNode, "the rules in the annotation `gpu.nvidia.com/mig-policy` cannot be parsed or "+
-		"watched. The previous rules stay in force", "Correct the annotation")
+	PolicyIgnored = warning("PolicyIgnored", onNode, "the rules in the annotations `gpu.nvidia.com/mig-policy` and "+
+		"`gpu.nvidia.com/passthrough` cannot be parsed or watched. The previous rules stay in force", "Correct the annotation")
 	SharesNotOffered = warning("SharesNotOffered", onNode, "the cluster lacks a feature that shares need",
 		"Enable the feature, or remove the rules in `shares`")
 	FractionsNotOffered = warning("FractionsNotOffered", onNode, "GPUs cannot be offered in fractions",

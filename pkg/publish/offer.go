@@ -46,7 +46,7 @@ type builder struct {
 }
 
 // Build returns the slices of the snapshot s for a cluster with the features f. If some GPUs are
-// not offered as their MIG policy asks, it writes an Event with the reasons. The result is not
+// not offered as their policies ask, it writes an Event with the reasons. The result is not
 // settled while claims delay a change. After an error it is unknown which devices are allocated.
 // Only one call may run at a time.
 func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (offer, error) {
@@ -72,7 +72,7 @@ func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (
 	b.slowScheduler.setSlices(slices)
 	b.metrics.MIG(b.countMIG(shapes))
 	limits := describeLimits(b.layouts.Limited())
-	b.events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their MIG policy asks: "+limits)
+	b.events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their policies ask: "+limits)
 	return offer{slices: slices, snapshot: s, features: f, settled: settled}, nil
 }
 

@@ -6,6 +6,7 @@ import (
 	"os"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -35,9 +36,11 @@ type Configuration struct {
 
 // Values are the settings of a node as an admin writes them.
 type Values struct {
-	MIG    device.MIGSettings `yaml:"mig,omitempty"`
-	Shares []device.ShareRule `yaml:"shares,omitempty"`
-	Health Health             `yaml:"health,omitempty"`
+	MIG device.MIGSettings `yaml:"mig,omitempty"`
+	// Passthrough says which GPUs are offered to virtual machines.
+	Passthrough device.PassthroughSettings `yaml:"passthrough,omitempty"`
+	Shares      []device.ShareRule         `yaml:"shares,omitempty"`
+	Health      Health                     `yaml:"health,omitempty"`
 	// XIDRules has the weights of XIDs where the built-in table should not apply.
 	XIDRules map[string]health.Weight `yaml:"xidRules,omitempty"`
 }
@@ -87,6 +90,9 @@ func (v Values) over(base Values) Values {
 	if reflect.ValueOf(v.MIG).IsZero() {
 		v.MIG = base.MIG
 	}
+	if reflect.ValueOf(v.Passthrough).IsZero() {
+		v.Passthrough = base.Passthrough
+	}
 	if v.Shares == nil {
 		v.Shares = base.Shares
 	}
@@ -102,6 +108,9 @@ func (v Values) over(base Values) Values {
 func (v Values) compile(at *field.Path) (s Settings, all field.ErrorList) {
 	var errs field.ErrorList
 	s.Policies, errs = v.MIG.Policies(at.Child("mig"))
+	all = append(all, errs...)
+	passthrough, errs := v.Passthrough.Policies(at.Child("passthrough"))
+	s.Policies = s.Policies.And(passthrough)
 	all = append(all, errs...)
 	s.Shares, errs = device.NewShareRules(v.Shares, at.Child("shares"))
 	all = append(all, errs...)
@@ -129,6 +138,19 @@ func Parse(raw []byte) (Document, error) {
 	var d Document
 	err := decode(raw, &d, func() field.ErrorList { return d.validate() })
 	return d, err
+}
+
+// ParsePassthrough reads in text which GPUs are offered to virtual machines: true or false, which
+// then applies to all GPUs, or the setting "passthrough" in YAML or JSON.
+func ParsePassthrough(text string) (p device.Policies, err error) {
+	var s device.PassthroughSettings
+	if on, err := strconv.ParseBool(strings.TrimSpace(text)); err == nil {
+		s.Enabled = &on
+		p, _ = s.Policies(nil)
+		return p, nil
+	}
+	err = decode([]byte(text), &s, func() (errs field.ErrorList) { p, errs = s.Policies(nil); return errs })
+	return p, err
 }
 
 // ParseMIG reads the MIG policies in text: the name of a policy, which then applies to all GPUs, or

@@ -19,6 +19,10 @@ mig:
   rules:
     - {gpus: NVIDIA H100*, policy: dynamic, profiles: [1g.10gb]}
     - {gpus: "0000:1c:00.0", policy: off}
+passthrough:
+  enabled: true
+  rules:
+    - {gpus: "0000:1c:00.0", enabled: false}
 shares:
   - {kind: fractions}
   - {index: 1, profile: 1g*, kind: shares, count: 4}
@@ -36,8 +40,11 @@ xidRules: {"79": app, 31: degraded}
 	if got := s.Policies.For(h100).String(); got != "dynamic(1g.10gb)" {
 		t.Errorf("policy %s", got)
 	}
-	if got := s.Policies.For(device.GPU{PCIAddress: "0000:1c:00.0"}).Mode; got != device.PolicyOff {
-		t.Errorf("the other GPU has policy %s", got)
+	if got := s.Policies.For(device.GPU{PCIAddress: "0000:1c:00.0"}); got.Mode != device.PolicyOff || got.Passthrough {
+		t.Errorf("the other GPU has policy %+v", got)
+	}
+	if !s.Policies.For(h100).Passthrough {
+		t.Error("the first GPU is not for virtual machines")
 	}
 	if got := []device.Share{s.Shares.For(h100, "", 1), s.Shares.For(h100, "1g.10gb", 1)}; !got[0].Fractions || got[1].Count != 4 {
 		t.Errorf("shares %+v", got)
@@ -80,6 +87,10 @@ func TestErrorsNameFieldAndLine(t *testing.T) {
 		"health:\n  effects:\n    gone: none":                              {"line 3: health.effects[gone]: "},
 		"xidRules:\n  \"79\": app\n  \"31\": dead":                         {"line 3: xidRules[31]: "},
 		"mig:\n  policy: off\n  policy: static":                            {"line 3", "policy", "line 2"},
+		"passthrough:\n  enabled: yes please":                              {"line 2: passthrough.enabled: `yes please` is a text"},
+		"passthrough: true":                                                {"line 1: passthrough: `true` is a Boolean"},
+		"passthrough:\n  enabled: true\n  rules:\n    - {gpus: x}":         {"line 4: passthrough.rules[0].enabled: Required value"},
+		"passthrough:\n  rules:\n    - {gpu: x, enabled: true}":            {`line 3: passthrough.rules[0].gpu: unknown field "gpu"`},
 		"mig: {\nshares: []":                                               {"line 2"},
 		"mig: {}\n---\nmig: {}":                                            {"second YAML document"},
 		"mig:\n  policy: never\nshares:\n  - kind: x":                      {"line 2: mig.policy", "line 4: shares[0].kind"},
@@ -128,6 +139,39 @@ func TestAnnotationIsPolicyOrYAML(t *testing.T) {
 	} {
 		if p, err := ParseMIG(text); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is %s, %v; want %q", text, p.For(h100), err, want)
+		}
+	}
+}
+
+func TestPassthroughAnnotationIsBooleanOrYAML(t *testing.T) {
+	for text, want := range map[string]bool{
+		"": false, "true": true, " false\n": false, "enabled: true": true, "rules: [{gpus: GPU-1, enabled: true}]": true,
+		`{"enabled": true, "rules": [{"gpus": "NVIDIA H100", "enabled": false}]}`: false,
+	} {
+		p, err := ParsePassthrough(text)
+		if got := p.For(h100).Passthrough; err != nil || got != want {
+			t.Errorf("%q is %t, %v; want %t", text, got, err, want)
+		}
+	}
+	for text, want := range map[string]string{
+		"on": "`on` is a text", "enabled: maybe": "line 1: enabled: ", "rules: [{gpus: x}]": "line 1: rules[0].enabled: Required value",
+	} {
+		if _, err := ParsePassthrough(text); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v; want %q", text, err, want)
+		}
+	}
+}
+
+// A configuration can switch off for its nodes what the document switches on.
+func TestConfigurationOverridesPassthrough(t *testing.T) {
+	d, err := Parse([]byte("passthrough: {enabled: true}\nconfigurations: {no-vm: {passthrough: {enabled: false}}, same: {mig: {policy: dynamic}}}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]bool{Default: true, "no-vm": false, "same": true} {
+		s, err := d.Compile(name)
+		if got := s.Policies.For(h100).Passthrough; err != nil || got != want {
+			t.Errorf("configuration %s: %t, %v; want %t", name, got, err, want)
 		}
 	}
 }
