@@ -35,8 +35,8 @@ const (
 	noVersion = "0.0.0"
 )
 
-// identity returns the GPU's UUID. A GPU that NVML does not list has its PCI address instead, so that
-// no two GPUs match each other by this attribute.
+// identity returns the GPU's UUID. A GPU that NVML does not list has its PCI address instead, so
+// that no two GPUs match each other by this attribute.
 func (g GPU) identity() string {
 	if g.PassthroughOnly() {
 		return "PCI-" + string(g.PCIAddress)

@@ -81,8 +81,8 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 }
 
 // layoutsOf returns the GPU offered in three ways: as a whole, also to virtual machines, with all
-// placements, and with existing MIG instances. These are one of each profile, and one of a profile that the driver does
-// not list, as in a vGPU guest.
+// placements, and with existing MIG instances. These are one of each profile, and one of a profile
+// that the driver does not list, as in a vGPU guest.
 func layoutsOf(g GPU) []Offering {
 	layouts := []Layout{{Whole: true, VFIO: true}}
 	if g.MIG != nil {

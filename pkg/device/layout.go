@@ -72,7 +72,7 @@ func decidePassthrough(g GPU, l Layout, counters bool) (offered bool, reason str
 	const not = "not offered to virtual machines: "
 	switch {
 	case g.Passthrough == nil:
-		return false, not + cmp.Or(g.NoPassthrough, "sysfs does not say whether that is possible")
+		return false, not + cmp.Or(g.NoPassthrough, "passthrough is off in the plugin's settings, so it may not bind GPUs to VFIO")
 	case !l.Whole:
 		return false, not + "the GPU is not offered whole"
 	case !counters:

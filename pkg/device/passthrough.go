@@ -3,6 +3,7 @@ package device
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -22,6 +23,8 @@ type Passthrough struct {
 	// BoundByAdmin is true if an admin bound the GPU to a VFIO driver. Such a GPU is offered to
 	// virtual machines only, and never bound to another driver.
 	BoundByAdmin bool `json:"boundByAdmin,omitempty"`
+	// HasDriver is true if a kernel driver has the GPU: NVIDIA's, or one of VFIO.
+	HasDriver bool `json:"hasDriver,omitempty"`
 }
 
 // PassthroughSettings is the setting "passthrough": which GPUs are offered to virtual machines.
@@ -37,6 +40,12 @@ type PassthroughSettings struct {
 type PassthroughRule struct {
 	GPUs    string `yaml:"gpus,omitempty"`
 	Enabled *bool  `yaml:"enabled"`
+}
+
+// Any reports whether the settings offer any GPU to virtual machines.
+func (s PassthroughSettings) Any() bool {
+	return ptr.Deref(s.Enabled, false) ||
+		slices.ContainsFunc(s.Rules, func(r PassthroughRule) bool { return ptr.Deref(r.Enabled, false) })
 }
 
 type passthroughRule struct {

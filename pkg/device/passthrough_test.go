@@ -71,7 +71,7 @@ func TestDecidePassthrough(t *testing.T) {
 		{"dynamic", possible, PolicyDynamic, true, true, []string{wholeName, vfioName, firstName, lastName, twoName}, ""},
 		{"impossible", func(g *GPU) { g.NoPassthrough = "it has no IOMMU group" }, PolicyStatic, true, true, []string{wholeName},
 			"not offered to virtual machines: it has no IOMMU group"},
-		{"unknown", func(*GPU) {}, PolicyStatic, true, true, []string{wholeName}, "sysfs does not say"},
+		{"unknown", func(*GPU) {}, PolicyStatic, true, true, []string{wholeName}, "off in the plugin's settings"},
 		{"without counters", possible, PolicyStatic, true, false, []string{wholeName}, "DRAPartitionableDevices"},
 		{"an admin's instance", func(g *GPU) { possible(g); g.MIG.Enabled, g.MIG.Instances = true, []Instance{instance(7, 0)} },
 			PolicyDynamic, true, true, []string{firstName}, "no claim created"},

@@ -28,7 +28,8 @@ const (
 	passthroughAnnotation = DriverName + "/passthrough"
 )
 
-// nodePolicy watches the Node, hands it to its observers and reads the rules in its annotations. If it cannot parse new rules, it reports them and the previous rules stay in force.
+// nodePolicy watches the Node, hands it to its observers and reads the rules in its annotations. If
+// it cannot parse new rules, it reports them and the previous rules stay in force.
 type nodePolicy struct {
 	client      kubernetes.Interface
 	node        string

@@ -136,6 +136,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)
+	node.SetConfigured(set.Policies)
 	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
@@ -172,11 +173,16 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder.EventOnChange,
 		parts.Metrics.DevicePlugin)
 	policy := &nodePolicy{
-		client: parts.Client, node: cfg.NodeName, setPolicies: publisher.SetNodePolicies, wake: reconciling.Wake, events: recorder,
+		client: parts.Client, node: cfg.NodeName, wake: reconciling.Wake, events: recorder,
+		setPolicies: func(p device.Policies) {
+			publisher.SetNodePolicies(p)
+			node.SetNodePolicies(p)
+		},
 		chooser: &chooser{file: cfg.SettingsFile, document: cfg.Settings, events: recorder, apply: func(s settings.Settings) {
 			totals.rules.Store(&s.Shares)
 			verdicts.SetRules(s.XIDRules)
 			publisher.SetSettings(s.Policies, s.Shares, s.Effects)
+			node.SetConfigured(s.Policies)
 			reconciling.Wake()
 		}},
 		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},

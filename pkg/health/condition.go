@@ -76,14 +76,13 @@ const (
 // applyCondition updates the card from its answer to a query, or from the lack of an answer.
 func (m *Monitor) applyCondition(c *card, s device.Condition, now time.Time) {
 	at := notAfter(s.At, now)
-	if away := s.Reach == device.ReachNotOurs; away != c.OtherDriver {
-		c.OtherDriver = away
+	if s.Reach != device.ReachNotOurs && c.OtherDriver {
+		c.OtherDriver = false
 		m.version++
 	}
 	switch s.Reach {
 	case device.ReachNotOurs:
-		c.failingSince, c.fabricMissingSince = time.Time{}, time.Time{}
-		m.endFindings(c, func(f *Finding) bool { return f.Ends == EndsByLevel }, "another kernel driver is bound to the GPU")
+		m.leave(c)
 	case device.ReachOK:
 		m.applyFullAnswer(c, s, at, now)
 	case device.ReachNeedsReset:

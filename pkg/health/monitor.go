@@ -30,6 +30,8 @@ type Monitor struct {
 	driver string
 	// lastClear is the text of the last clear request of an admin that the monitor carried out.
 	lastClear string
+	// lent has the cards that claims have for virtual machines, so that NVML cannot query them.
+	lent map[device.PCIAddress]bool
 	// checks has the checks of Validate. It is nil before the first call.
 	checks map[string]time.Time
 	// silentSince is when the watcher process stopped, and silenceReason says why. Both are zero while
@@ -85,6 +87,31 @@ func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	}
 }
 
+// Lend tells the monitor which cards claims have for virtual machines. Such a card is as healthy as
+// it was, whatever the watcher process says about it, because NVML cannot query it.
+func (m *Monitor) Lend(lent map[device.PCIAddress]bool, now time.Time) {
+	m.now = now
+	for address, c := range m.cards {
+		switch {
+		case lent[address] && !c.OtherDriver:
+			m.leave(c)
+		case m.lent[address] && !lent[address]:
+			c.lastHeard = now // it must answer within the usual time from now on
+		}
+	}
+	m.lent = lent
+}
+
+// leave notes that another kernel driver has the card.
+func (m *Monitor) leave(c *card) {
+	if !c.OtherDriver {
+		c.OtherDriver = true
+		m.version++
+	}
+	c.failingSince, c.fabricMissingSince = time.Time{}, time.Time{}
+	m.endFindings(c, func(f *Finding) bool { return f.Ends == EndsByLevel }, "another kernel driver is bound to the GPU")
+}
+
 // Forget removes the card at this address from the monitor. After that, a report that the card is
 // lost does not add the card again. A good answer or an event of a card at this address does.
 func (m *Monitor) Forget(address device.PCIAddress) {
@@ -111,7 +138,7 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 		if m.cards[a] == nil && (reach == device.ReachNotOurs || reach != device.ReachOK && m.forgotten[a]) {
 			return
 		}
-		if c := m.cardAt(s.Condition.Card, now); c != nil {
+		if c := m.cardAt(s.Condition.Card, now); c != nil && !m.lent[a] {
 			m.applyCondition(c, *s.Condition, now)
 		}
 	case s.Watcher != nil:

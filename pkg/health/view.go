@@ -78,6 +78,14 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 	return missing, settled
 }
 
+// Known returns the GPU at the address as the inventory last reported it.
+func (v *View) Known(address device.PCIAddress) (device.GPU, bool) {
+	if v == nil || v.cards[address].GPU == nil {
+		return device.GPU{}, false
+	}
+	return *v.cards[address].GPU, true
+}
+
 // longestStanding returns at most two findings of state s that affect the device n: the oldest XID
 // and the oldest finding that is no XID. The older of the two comes first.
 func (c card) longestStanding(s State, g device.GPU, n device.Name) []*Finding {

@@ -183,7 +183,7 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	l.next = time.Time{}
 	if err != nil {
 		l.retry(failureRetry)
-	} else if len(node.Problems) > 0 {
+	} else if slices.ContainsFunc(node.Problems, func(p nvidia.Problem) bool { return !boundToVFIO(node, p.PCIAddress) }) {
 		l.retry(problemRetry)
 	} else if pause := rescanInterval(node.GPUs); pause > 0 {
 		l.next = time.Now().Add(pause)
@@ -197,6 +197,14 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	s.Files = scan.WithoutInstances(fingerprint)
 	l.set(s)
 	return i.pause()
+}
+
+// boundToVFIO reports whether a VFIO driver has the GPU. A scan finds out nothing new about such a
+// GPU until that changes, which the fingerprint shows.
+func boundToVFIO(node nvidia.Node, a device.PCIAddress) bool {
+	return slices.ContainsFunc(node.Passthrough, func(g device.GPU) bool {
+		return g.PCIAddress == a && g.Passthrough != nil && g.Passthrough.BoundByAdmin
+	})
 }
 
 // rescanInterval returns how long after a scan the next scan is due if no file changes. 0 means
@@ -263,7 +271,9 @@ func (i *Inventory) snapshotOf(node nvidia.Node, err error) Snapshot {
 	var unready *nvidia.NotReadyError
 	switch {
 	case errors.As(err, &unready):
-		return Snapshot{Known: last.Known, Node: last.Node, Reason: unready.Error(), Code: CodeDriverMissing}
+		node := last.Node
+		node.Passthrough = unready.Passthrough
+		return Snapshot{Known: last.Known, Node: node, Reason: unready.Error(), Code: CodeDriverMissing}
 	case err != nil && last.Known:
 		return Snapshot{Ready: last.Ready, Reason: last.Reason, Code: last.Code, Known: true, Node: last.Node, Failure: err.Error()}
 	case err != nil:

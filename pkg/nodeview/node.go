@@ -24,6 +24,9 @@ type Inventory interface {
 type Health interface {
 	// Missing returns the unhealthy GPUs that s lacks but that must stay offered, with a taint.
 	Missing(s inventory.Snapshot) []device.GPU
+	// Lent returns the GPUs that claims have for virtual machines, and that NVML therefore does not
+	// list.
+	Lent(s inventory.Snapshot) []device.GPU
 	// Changed returns a channel that is closed at the next change of what Missing returns.
 	Changed() <-chan struct{}
 }
@@ -41,11 +44,15 @@ type Node struct {
 	health    Health
 	reference ReferenceDriver
 
-	mu       sync.Mutex           // serializes updates, and guards reported and shownUntil
+	mu       sync.Mutex           // serializes updates, and guards the fields before view
 	reported map[string]Condition // by source
 	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
 	// does not count, because no transient condition is reported at the same time.
 	shownUntil time.Time
+	// configured are the policies from the plugin's configuration. annotated are those from the Node's
+	// annotations. Until these are known, no GPU is added for virtual machines.
+	configured, annotated device.Policies
+	annotationKnown       bool
 
 	view      atomic.Pointer[View]
 	firstLook chan struct{}
@@ -98,7 +105,8 @@ func (n *Node) Update() {
 
 // update is Update for callers that hold n.mu.
 func (n *Node) update() {
-	in := inputs{Inventory: n.inventory.Snapshot()}
+	scanned := n.inventory.Snapshot()
+	in := inputs{Inventory: n.withPassthrough(scanned, n.health.Lent(scanned))}
 	in.Conditions = n.conditions(in.Inventory)
 	in.missing = n.health.Missing(in.Inventory)
 	claims, err := n.reference.Claims()
@@ -117,8 +125,8 @@ func (n *Node) update() {
 	if last != nil {
 		close(last.changed)
 	}
-	scanned := func(s inventory.Snapshot) bool { return s.Code != inventory.CodeNotScanned }
-	if scanned(v.Inventory) && (last == nil || !scanned(last.Inventory)) {
+	looked := func(s inventory.Snapshot) bool { return s.Code != inventory.CodeNotScanned }
+	if looked(v.Inventory) && (last == nil || !looked(last.Inventory)) {
 		close(n.firstLook)
 	}
 }

@@ -21,6 +21,7 @@ type world struct {
 	mu       sync.Mutex
 	snapshot inventory.Snapshot
 	missing  []device.GPU
+	lent     []device.GPU
 	claims   []predecessor.Claim
 	err      error
 	// changed signals a change of the missing GPUs. checkpoint is true after a change of the claims.
@@ -76,6 +77,12 @@ func (f fakeHealth) Missing(inventory.Snapshot) []device.GPU {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.missing
+}
+
+func (f fakeHealth) Lent(inventory.Snapshot) []device.GPU {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.lent
 }
 
 func (f fakeHealth) Changed() <-chan struct{} {

@@ -32,7 +32,8 @@ type View struct {
 
 // inputs is what a View is made of.
 type inputs struct {
-	// Inventory is the node as the last scan found it.
+	// Inventory is the node as the last scan found it, with the GPUs that only virtual machines can
+	// use.
 	Inventory inventory.Snapshot
 	// Conditions has the reported conditions, sorted by source, and after them the inventory's.
 	Conditions []Condition

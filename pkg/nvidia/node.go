@@ -52,6 +52,9 @@ type NotReadyError struct {
 	Reason string `json:"reason"`
 	// Remedy is what an operator can do.
 	Remedy string `json:"remedy,omitempty"`
+	// Passthrough are the GPUs on the PCI bus, as sysfs describes them. They need no NVIDIA driver to
+	// be passed to virtual machines.
+	Passthrough []device.GPU `json:"passthrough,omitempty"`
 }
 
 func (e *NotReadyError) Error() string {

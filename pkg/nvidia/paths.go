@@ -50,6 +50,8 @@ type Paths struct {
 	// LdconfigPath is the path of ldconfig on the host, which a hook runs for each container. Empty
 	// means /sbin/ldconfig.
 	LdconfigPath string `json:"ldconfigPath,omitempty"`
+	// Passthrough says to read from Sysfs which GPUs can be passed to virtual machines.
+	Passthrough bool `json:"passthrough,omitempty"`
 }
 
 // WithDefaults sets empty fields to the paths of a host on which the plugin runs outside a

@@ -60,6 +60,7 @@ func (f *fakeHealth) set(v *health.View) {
 
 func (f *fakeHealth) SetLeader(bool)                          {}
 func (f *fakeHealth) Missing(inventory.Snapshot) []device.GPU { return nil }
+func (f *fakeHealth) Lent(inventory.Snapshot) []device.GPU    { return nil }
 
 // noReferenceDriver fakes a node on which NVIDIA's DRA driver never ran.
 type noReferenceDriver struct{}

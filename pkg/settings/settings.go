@@ -66,6 +66,13 @@ func (d Document) Compile(name string) (Settings, error) {
 	return s, errs.ToAggregate()
 }
 
+// Passes reports whether GPUs of any node are offered to virtual machines. Only then the plugin
+// looks for such GPUs, and may write to sysfs. A Node's annotation has no effect otherwise.
+func (d Document) Passes() bool {
+	return d.Passthrough.Any() || slices.ContainsFunc(slices.Collect(maps.Values(d.Configurations)),
+		func(c Configuration) bool { return c.Passthrough.Any() })
+}
+
 // Of returns the values of the configuration with this name.
 func (d Document) Of(name string) Values { return d.Configurations[name].over(d.Values) }
 

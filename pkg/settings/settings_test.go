@@ -168,6 +168,14 @@ func TestConfigurationOverridesPassthrough(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	for text, want := range map[string]bool{
+		"": false, "passthrough: {enabled: false}": false, "passthrough: {rules: [{gpus: x, enabled: true}]}": true,
+		"configurations: {a: {passthrough: {enabled: true}}}": true, "configurations: {a: {passthrough: {rules: [{enabled: false}]}}}": false,
+	} {
+		if d, err := Parse([]byte(text)); err != nil || d.Passes() != want {
+			t.Errorf("%q: %t, %v", text, d.Passes(), err)
+		}
+	}
 	for name, want := range map[string]bool{Default: true, "no-vm": false, "same": true} {
 		s, err := d.Compile(name)
 		if got := s.Policies.For(h100).Passthrough; err != nil || got != want {

@@ -1,7 +1,9 @@
 package loop
 
 import (
+	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -22,6 +24,7 @@ func (l *Loop) syncCards() []device.GPU {
 	for _, g := range s.Node.GPUs {
 		gpus = append(gpus, g.GPU)
 	}
+	l.monitor.Lend(l.lent(time.Now()), time.Now())
 	l.monitor.Expect(gpus, time.Now())
 	for _, g := range absent(l.monitor.View(), s) {
 		if l.removedForGood(s, g) {
@@ -37,6 +40,57 @@ func (l *Loop) syncCards() []device.GPU {
 // claim holds.
 func (l *Loop) Missing(s inventory.Snapshot) []device.GPU {
 	return slices.DeleteFunc(absent(l.View(), s), func(g device.GPU) bool { return l.removedForGood(s, g) })
+}
+
+// returnGrace is how long after a claim's end its GPU still counts as lent, unless a scan finds it.
+const returnGrace = time.Minute
+
+// Lent returns the GPUs that claims have for virtual machines and that s lacks: as they were
+// before, or else as sysfs describes them.
+func (l *Loop) Lent(s inventory.Snapshot) []device.GPU {
+	var gpus []device.GPU
+	for address := range l.lent(time.Now()) {
+		if slices.ContainsFunc(s.Node.GPUs, func(g nvidia.GPU) bool { return g.PCIAddress == address }) {
+			continue
+		}
+		g, known := l.View().Known(address)
+		if !known {
+			i := slices.IndexFunc(s.Node.Passthrough, func(g device.GPU) bool { return g.PCIAddress == address && g.Passthrough != nil })
+			if i < 0 {
+				continue
+			}
+			g = s.Node.Passthrough[i]
+			facts := *g.Passthrough
+			facts.BoundByAdmin = false // it is the claim that has it bound
+			g.Passthrough = &facts
+		}
+		gpus = append(gpus, g)
+	}
+	slices.SortFunc(gpus, func(a, b device.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
+	return gpus
+}
+
+// lent returns the addresses of the GPUs that claims have for virtual machines, or had until less
+// than returnGrace ago. If the records cannot be read, those of the last read stay.
+func (l *Loop) lent(now time.Time) map[device.PCIAddress]bool {
+	entries, err := l.opts.Records.List()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil {
+		maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return now.Sub(last) >= returnGrace })
+		for _, e := range entries {
+			for _, name := range e.Devices {
+				if n, ok := device.ParseName(name); ok && n.Passthrough {
+					l.lastLent[n.PCIAddress()] = now
+				}
+			}
+		}
+	}
+	lent := map[device.PCIAddress]bool{}
+	for address := range l.lastLent {
+		lent[address] = true
+	}
+	return lent
 }
 
 // absent returns the unhealthy GPUs of the view that s lacks.

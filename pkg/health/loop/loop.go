@@ -98,6 +98,8 @@ type Loop struct {
 
 	mu      sync.Mutex
 	changed chan struct{} // closed at the next change
+	// lastLent maps the GPUs that claims have for virtual machines to when their records last said so.
+	lastLent map[device.PCIAddress]time.Time
 
 	state // of the goroutine that evaluates signals
 }
@@ -122,7 +124,7 @@ func New(ctx context.Context, o Options) *Loop {
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
 		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), adminRequests: make(chan adminRequests, 1),
 		rules:   make(chan health.Rules, 1),
-		changed: make(chan struct{}),
+		changed: make(chan struct{}), lastLent: map[device.PCIAddress]time.Time{},
 	}
 	if o.Watch == nil {
 		return l

@@ -48,6 +48,7 @@ func newNode() *node {
 
 func (n *node) Snapshot() inventory.Snapshot                      { return n.snapshot }
 func (n *node) Missing(inventory.Snapshot) []device.GPU           { return nil }
+func (n *node) Lent(inventory.Snapshot) []device.GPU              { return nil }
 func (n *node) View() *health.View                                { return n.view }
 func (n *node) Changed() <-chan struct{}                          { return n.changed }
 func (n *node) Stale(time.Time) bool                              { return n.stale }

@@ -79,7 +79,7 @@ type isolatedScanner struct {
 }
 
 func (i *isolatedScanner) scan(ctx context.Context) (nvidia.Node, error) {
-	if err := host.Check(i.paths); err != nil {
+	if err := host.Check(i.paths); err != nil && !i.paths.Passthrough {
 		return nvidia.Node{}, err // no need to start a process
 	}
 	if n := i.running(); n >= child.MaxStuck {

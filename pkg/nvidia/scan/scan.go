@@ -18,6 +18,12 @@ import (
 // lacks something that GPUs need. Any other error says what failed.
 func scanNode(ctx context.Context, p nvidia.Paths) (nvidia.Node, error) {
 	p = p.WithDefaults()
+	node, err := scanDriver(ctx, p)
+	return addPassthrough(ctx, p, node, err)
+}
+
+// scanDriver reads what NVIDIA's driver says about the node.
+func scanDriver(ctx context.Context, p nvidia.Paths) (nvidia.Node, error) {
 	if err := host.Check(p); err != nil {
 		return nvidia.Node{}, err
 	}

@@ -1,0 +1,62 @@
+package scan
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+)
+
+func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
+	p := nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths()
+	listed := nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{PCIAddress: "0000:21:00.0", UUID: "GPU-1"}}}}
+	if got, err := addPassthrough(t.Context(), p, listed, nil); err != nil || got.GPUs[0].Passthrough != nil || got.Passthrough != nil {
+		t.Errorf("off: %+v, %v", got, err)
+	}
+	p.Passthrough = true
+	failure := errors.New("NVML failed")
+	if _, err := addPassthrough(t.Context(), p, nvidia.Node{}, failure); !errors.Is(err, failure) {
+		t.Error(err)
+	}
+	node, err := addPassthrough(t.Context(), p, listed, nil)
+	if err != nil || len(node.Passthrough) != 3 {
+		t.Fatalf("%+v, %v", node.Passthrough, err)
+	}
+	facts := node.GPUs[0].Passthrough
+	if facts == nil || facts.VendorID != 0x10de || facts.DeviceID == 0 || !facts.HasDriver || facts.BoundByAdmin {
+		t.Errorf("facts of the GPU that NVML lists: %+v", facts)
+	}
+	for address, want := range map[device.PCIAddress]string{
+		"0000:22:00.0": "", "0000:61:00.0": "the kernel cannot reset it", "0000:62:00.0": "virtual functions are enabled",
+	} {
+		for _, g := range node.Passthrough {
+			if g.PCIAddress != address {
+				continue
+			}
+			if (g.Passthrough == nil) != (want != "") || !strings.Contains(g.NoPassthrough, want) || g.PCIeRoot == "" || g.NUMANode == nil {
+				t.Errorf("%+v, want %q", g, want)
+			}
+		}
+	}
+	coherentNode := nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{PCIAddress: "0000:21:00.0", UUID: "GPU-1", AddressingMode: "ATS"}}}}
+	if got, _ := addPassthrough(t.Context(), p, coherentNode, nil); got.GPUs[0].Passthrough != nil ||
+		!strings.Contains(got.GPUs[0].NoPassthrough, "when the host boots") {
+		t.Errorf("%+v", got.GPUs[0].GPU)
+	}
+}
+
+// Without NVIDIA's driver, the error of the scan says which GPUs virtual machines can use.
+func TestScanWithoutDriverReportsPassthrough(t *testing.T) {
+	p := nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths()
+	p.DriverRoot, p.Passthrough = t.TempDir(), true
+	_, err := describe(scanNode(context.Background(), p)).result()
+	var unready *nvidia.NotReadyError
+	if !errors.As(err, &unready) || len(unready.Passthrough) != 4 || unready.Passthrough[0].Passthrough == nil {
+		t.Errorf("%+v", err)
+	}
+}
