@@ -136,7 +136,6 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)
-	node.SetConfigured(set.Policies)
 	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{

@@ -49,10 +49,9 @@ type Node struct {
 	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
 	// does not count, because no transient condition is reported at the same time.
 	shownUntil time.Time
-	// configured are the policies from the plugin's configuration. annotated are those from the Node's
-	// annotations. Until these are known, no GPU is added for virtual machines.
-	configured, annotated device.Policies
-	annotationKnown       bool
+	// configured are the policies from the node's configuration, and annotated those from the Node's
+	// annotations. Until both are known (not nil), no GPU is added for virtual machines.
+	configured, annotated *device.Policies
 
 	view      atomic.Pointer[View]
 	firstLook chan struct{}

@@ -14,11 +14,11 @@ import (
 // virtual machines only. Most nodes load the driver shortly after the plugin starts.
 const driverGrace = 30 * time.Second
 
-// SetConfigured sets the policies from the plugin's configuration.
+// SetConfigured sets the policies from the node's configuration.
 func (n *Node) SetConfigured(p device.Policies) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.configured = p
+	n.configured = &p
 	n.update()
 }
 
@@ -26,7 +26,7 @@ func (n *Node) SetConfigured(p device.Policies) {
 func (n *Node) SetNodePolicies(p device.Policies) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.annotated, n.annotationKnown = p, true
+	n.annotated = &p
 	n.update()
 }
 
@@ -35,9 +35,11 @@ func (n *Node) SetNodePolicies(p device.Policies) {
 // VFIO, and on a node without NVIDIA's driver all others. The caller holds n.mu.
 func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventory.Snapshot {
 	found := slices.Clone(lent)
-	policies := n.configured.And(n.annotated)
+	on := func(g device.GPU) bool {
+		return n.configured != nil && n.annotated != nil && g.Passthrough != nil && n.configured.And(*n.annotated).For(g).Passthrough
+	}
 	for _, g := range s.Node.Passthrough {
-		if n.annotationKnown && g.Passthrough != nil && policies.For(g).Passthrough && (g.Passthrough.BoundByAdmin || free(s, g)) {
+		if on(g) && (g.Passthrough.BoundByAdmin || free(s, g)) {
 			found = append(found, g)
 		}
 	}

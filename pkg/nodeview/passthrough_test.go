@@ -86,7 +86,8 @@ func TestNodeWithoutDriverOffersItsGPUs(t *testing.T) {
 					Driver: device.Driver{Version: c.driver}, Passthrough: []device.GPU{c.gpu},
 				}})
 				n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
-				n.SetNodePolicies(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true)}))
+				n.SetConfigured(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true)}))
+				n.SetNodePolicies(device.Policies{})
 				if got := preparable(n); c.code == inventory.CodeDriverMissing && len(got) != 0 {
 					t.Errorf("at once the node has %v", got)
 				}
