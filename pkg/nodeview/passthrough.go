@@ -57,9 +57,11 @@ func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventor
 	}
 	slices.SortFunc(nodes, func(a, b nvidia.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
 	s.Known, s.Empty, s.Node.GPUs = true, false, nodes
-	s.Node.Problems = slices.DeleteFunc(slices.Clone(s.Node.Problems), func(p nvidia.Problem) bool {
-		return slices.ContainsFunc(found, func(g device.GPU) bool { return g.PCIAddress == p.PCIAddress })
-	})
+	added := func(a device.PCIAddress) bool {
+		return slices.ContainsFunc(found, func(g device.GPU) bool { return g.PCIAddress == a })
+	}
+	s.Node.Problems = slices.DeleteFunc(slices.Clone(s.Node.Problems), func(p nvidia.Problem) bool { return added(p.PCIAddress) })
+	s.Node.Passthrough = slices.DeleteFunc(slices.Clone(s.Node.Passthrough), func(g device.GPU) bool { return added(g.PCIAddress) })
 	return s
 }
 

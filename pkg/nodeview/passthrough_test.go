@@ -114,7 +114,8 @@ func TestLentGPUStaysPreparableAndOffered(t *testing.T) {
 		n.SetNodePolicies(passthrough(t, p))
 		v := n.View()
 		for what, s := range map[string]inventory.Snapshot{"preparable": v.Preparable, "offered": v.Offered} {
-			if len(s.Node.GPUs) != 2 || s.Node.GPUs[1].UUID != gpu(second).UUID || s.Node.GPUs[1].Passthrough != nil || len(s.Node.Problems) != 0 {
+			if len(s.Node.GPUs) != 2 || s.Node.GPUs[1].UUID != gpu(second).UUID || s.Node.GPUs[1].Passthrough != nil ||
+				len(s.Node.Problems) != 0 || len(s.Node.Passthrough) != 0 {
 				t.Errorf("%s: %+v", what, s.Node)
 			}
 		}
