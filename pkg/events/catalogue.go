@@ -102,7 +102,7 @@ var (
 	PredecessorDaemon = warning("PredecessorDaemon", onNode, "an MPS daemon of NVIDIA's DRA driver has outlived its claim",
 		"Delete the Deployment with the command in the Event")
 	GPUsLimited = normal("GPUsLimited", onNode, "GPUs are not offered as their [MIG policy](mig.md#administration) or "+
-		"[`passthrough`](passthrough.md) promises",
+		"`passthrough` promises",
 		"As the Event says for each GPU")
 	ValidationNotEnforced = warning("ValidationNotEnforced", onNode, "the chart's value `requireValidation` is on, but the cluster has "+
 		"no device taints. GPUs are offered before their [check](health.md#checking-gpus-before-use)",
