@@ -410,7 +410,8 @@ func TestHeldDevicesStayAsPublished(t *testing.T) {
 			f.step(free, devices, l)
 		}
 	}
-	t.Logf("%d held devices, %d of them without counters, %d of them no longer offered, %d for virtual machines", held, uncounted, kept, passed)
+	t.Logf("%d held devices, %d of them without counters, %d of them no longer offered, %d for virtual machines",
+		held, uncounted, kept, passed)
 	if held < 2000 || uncounted < 400 || kept < 300 || passed < 200 {
 		t.Error("too few cases to prove anything")
 	}

@@ -27,7 +27,8 @@ func TestNameRoundTrip(t *testing.T) {
 	} {
 		s := n.String()
 		got, ok := ParseName(s)
-		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || got.Passthrough != n.Passthrough || (got.Partition == nil) != (n.Partition == nil) {
+		if !ok || got.String() != s || got.GPU != n.GPU || got.Share != n.Share || got.Passthrough != n.Passthrough ||
+			(got.Partition == nil) != (n.Partition == nil) {
 			t.Errorf("%s is parsed as %+v, %v", s, got, ok)
 		}
 		if p := n.Partition; p != nil && (got.Partition.ProfileID != p.ProfileID || got.Partition.Start != p.Start ||

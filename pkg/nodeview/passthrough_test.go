@@ -59,7 +59,8 @@ func TestGPUBoundByAdminIsAddedWherePassthroughIsOn(t *testing.T) {
 	if problems := n.View().Offered.Node.Problems; len(problems) != 0 {
 		t.Errorf("the GPU is offered with problem %v", problems)
 	}
-	n.SetNodePolicies(passthrough(t, device.PassthroughSettings{Rules: []device.PassthroughRule{{GPUs: string(other), Enabled: ptr.To(false)}}}))
+	notThis := []device.PassthroughRule{{GPUs: string(other), Enabled: ptr.To(false)}}
+	n.SetNodePolicies(passthrough(t, device.PassthroughSettings{Rules: notThis}))
 	expect("off for this GPU", 1)
 	if problems := n.View().Offered.Node.Problems; len(problems) != 1 {
 		t.Errorf("the GPU is not offered, with problems %v", problems)
@@ -68,6 +69,7 @@ func TestGPUBoundByAdminIsAddedWherePassthroughIsOn(t *testing.T) {
 
 // A node that never had NVIDIA's driver offers its GPUs. One that waits for the driver does not.
 func TestNodeWithoutDriverOffersItsGPUs(t *testing.T) {
+	nouveau := device.GPU{PCIAddress: first, Passthrough: &device.Passthrough{HasDriver: true}}
 	for name, c := range map[string]struct {
 		driver, code string
 		gpu          device.GPU
@@ -75,7 +77,7 @@ func TestNodeWithoutDriverOffersItsGPUs(t *testing.T) {
 	}{
 		"no driver":                {"", inventory.CodeDriverMissing, sysfsOnly(first, false), 1},
 		"driver is reloaded":       {"580.65.06", inventory.CodeDriverMissing, sysfsOnly(first, false), 0},
-		"another driver has it":    {"", inventory.CodeDriverMissing, device.GPU{PCIAddress: first, Passthrough: &device.Passthrough{HasDriver: true}}, 0},
+		"another driver has it":    {"", inventory.CodeDriverMissing, nouveau, 0},
 		"cannot be passed on":      {"", inventory.CodeDriverMissing, device.GPU{PCIAddress: first, NoPassthrough: "no IOMMU"}, 0},
 		"no scan":                  {"", inventory.CodeScanFailed, sysfsOnly(first, false), 0},
 		"bound by admin, no other": {"580.65.06", inventory.CodeNoGPU, sysfsOnly(first, true), 1},

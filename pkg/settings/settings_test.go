@@ -164,7 +164,8 @@ func TestPassthroughAnnotationIsBooleanOrYAML(t *testing.T) {
 
 // A configuration can switch off for its nodes what the document switches on.
 func TestConfigurationOverridesPassthrough(t *testing.T) {
-	d, err := Parse([]byte("passthrough: {enabled: true}\nconfigurations: {no-vm: {passthrough: {enabled: false}}, same: {mig: {policy: dynamic}}}"))
+	d, err := Parse([]byte("passthrough: {enabled: true}\n" +
+		"configurations: {no-vm: {passthrough: {enabled: false}}, same: {mig: {policy: dynamic}}}"))
 	if err != nil {
 		t.Fatal(err)
 	}
