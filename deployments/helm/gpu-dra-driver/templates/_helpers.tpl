@@ -386,7 +386,17 @@ loggingFormat: {{ .Values.logFormat }}
 
 {{/* The plugin's settings file. Its form is that of the values. */}}
 {{- define "gpu-dra-driver.settings" -}}
-{{- pick .Values "mig" "shares" "health" "xidRules" "configurations" "devicePluginLabel" | toYaml -}}
+{{- pick .Values "mig" "passthrough" "shares" "health" "xidRules" "configurations" "devicePluginLabel" | toYaml -}}
+{{- end -}}
+
+{{/* "true" if any GPU of any node is offered to virtual machines. */}}
+{{- define "gpu-dra-driver.passthrough" -}}
+{{- $on := false -}}
+{{- range prepend (values .Values.configurations) .Values }}{{ with .passthrough -}}
+{{- if .enabled }}{{ $on = true }}{{ end -}}
+{{- range .rules }}{{ if .enabled }}{{ $on = true }}{{ end }}{{ end -}}
+{{- end }}{{ end -}}
+{{- if $on }}true{{ end -}}
 {{- end -}}
 
 {{/* The kinds of shares that the values offer, separated by spaces. */}}
