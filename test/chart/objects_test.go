@@ -37,7 +37,7 @@ var everything = []string{
 	"--set", "criticalPodsQuota.enabled=true", "--set", "deviceClasses.gpu.extendedResourceName=nvidia.com/gpu",
 	"--set-json", `deviceClasses.migProfiles=[{"profile":"1g.10gb"},{"profile":"1g.10gb+me"}]`, "--set-json",
 	`mig.rules=[{"gpus":"NVIDIA A100*","policy":"dynamic"},{"gpus":"NVIDIA H100*","policy":"adopt","profiles":["1g.10gb","1g.10gb+me"]}]`,
-	"--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true",
+	"--set", "openshift.privilegedSCC=true", "--set", "mps.enabled=true", "--set", "passthrough.rules[0].enabled=true",
 	"--set-json", `networkPolicy={"metricsFrom":[{"podSelector":{"matchLabels":{"app":"prometheus"}}}],` +
 		`"apiServer":[{"cidr":"10.0.0.10/32","port":6443},{"cidr":"fd00::10/128","port":6443}]}`,
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",

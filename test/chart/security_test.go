@@ -150,7 +150,8 @@ func with(who string, things []string) []string {
 // docs/security.md must explain each privilege of the chart's Pods, and list no privilege that they
 // do not have.
 func TestSecurityPageListsPodPrivileges(t *testing.T) {
-	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook", "--set", "mps.enabled=true")
+	objects, _ := render(t, "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook", "--set", "mps.enabled=true",
+		"--set", "passthrough.enabled=true")
 	var got []string
 	for who, pod := range workloads(objects) {
 		got = append(got, with(who, powers(pod))...)
