@@ -1,0 +1,96 @@
+package e2e
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
+)
+
+// mountModules shows the simulated node's list of VFIO drivers where a host has it.
+const mountModules = "mkdir -p /lib/modules\nmount --bind " + clusterharness.NodeRoot + "/lib/modules /lib/modules"
+
+// TestPassthrough gives GPUs to virtual machines while other Pods use the rest of the node's GPUs.
+// The sysfs of the node is simulated. No virtual machine runs.
+func TestPassthrough(t *testing.T) {
+	t.Parallel()
+	node := simulator(t).Node(h100, "h100-passthrough")
+	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountModules, "boot"}, node.BootHook...)
+	w := bringUp(t, "e2e-vfio", node)
+	w.needSMI(t)
+	w.nvmlsim(t, h100, "vfio", "load")
+	bare, functions := w.simulated(t), w.pciFunctions(t)
+	values := []string{
+		"--set", "passthrough.enabled=true",
+		"--set-json", `shares=[{"gpus":"0000:9d:00.0","kind":"shares","count":4}]`,
+	}
+	w.install(t, values...)
+	t.Run("beside a whole GPU, 14 partitions and a share", func(t *testing.T) {
+		w.testPassthrough(t, functions, "0000:61:00.0", "0000:c3:00.0")
+	})
+	t.Run("without partitions", func(t *testing.T) {
+		w.install(t, append(values, "--set", "mig.policy=static")...)
+		w.testPassthrough(t, functions)
+	})
+	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
+}
+
+// testPassthrough runs two Pods of virtual machines beside others. Each of the GPUs in cut serves
+// seven partitions. In the end the PCI functions must be as before.
+func (w *world) testPassthrough(t *testing.T, before string, cut ...string) {
+	u := w.tenant(t)
+	machines := map[string]string{"vm1": "0000:1b:00.0", "vm2": "0000:43:00.0"}
+	for name, address := range machines {
+		u.template(name, device("vfio.gpu.nvidia.com", address, ""))
+		u.pod(name, onNode(h100), fromTemplate("gpu", name))
+	}
+	u.template("whole", device("gpu.nvidia.com", "0000:52:00.0", ""))
+	u.pod("whole", onNode(h100), fromTemplate("gpu", "whole"))
+	u.template("share", shared("shared.gpu.nvidia.com", "0000:9d:00.0", "", ""))
+	u.pod("share", onNode(h100), fromTemplate("gpu", "share"))
+	u.running("vm1", "vm2", "whole", "share")
+	for i, address := range cut {
+		name := fmt.Sprint("cut", i)
+		u.template(name, fmt.Sprintf(
+			`requests: [{name: mig, exactly: {deviceClassName: mig.nvidia.com, count: 7, selectors: [{cel: {expression: %q}}]}}]`,
+			fmt.Sprintf(`device.attributes["resource.kubernetes.io"].pciBusID == %q && device.attributes["gpu.nvidia.com"].profile == "1g.10gb"`,
+				address)))
+		u.pod(name, onNode(h100), fromTemplate("mig", name))
+		u.running(name)
+		if given := u.seesPartitions(name, "mig"); len(given) != 7 {
+			t.Errorf("Pod %s has the partitions %v, want 7", name, given)
+		}
+	}
+	for name, address := range machines {
+		group := w.on(t, h100, "sh", "-c", "basename $(readlink "+functionPath(address)+"/iommu_group)")
+		want := "void\n/dev/vfio/" + group
+		if got := u.sh(name, "main", "echo $NVIDIA_VISIBLE_DEVICES; ls -d /dev/nvidia* /dev/vfio/* 2>/dev/null || true"); got != want {
+			t.Errorf("Pod %s has\n%s, want\n%s", name, got, want)
+		}
+		if driver := w.on(t, h100, "sh", "-c", "basename $(readlink "+functionPath(address)+"/driver)"); driver != "vfio-pci\n" {
+			t.Errorf("GPU %s has driver %s while a virtual machine may use it", address, driver)
+		}
+	}
+	u.sees("whole", "", u.allocated("whole", "gpu"))
+	if taints := w.taints(t, h100); len(taints) > 0 {
+		t.Errorf("devices are tainted: %v", taints)
+	}
+	w.endPods(t, u.namespace)
+	eventually(t, 30*time.Second, "all PCI functions have their drivers again", func() (bool, string) {
+		now := w.pciFunctions(t)
+		return now == before, "was\n" + before + "is\n" + now
+	})
+}
+
+func functionPath(address string) string {
+	return clusterharness.NodeRoot + "/sys/bus/pci/devices/" + address
+}
+
+// pciFunctions returns the driver and the driver_override of each PCI function of the node.
+func (w *world) pciFunctions(t *testing.T) string {
+	t.Helper()
+	return w.on(t, h100, "sh", "-c", `for f in `+functionPath("*")+`; do
+		echo "$(basename $f) $(basename "$(readlink $f/driver)") $(cat $f/driver_override)"
+	done`)
+}
