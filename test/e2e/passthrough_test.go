@@ -26,7 +26,7 @@ func TestPassthrough(t *testing.T) {
 		"--set-json", `shares=[{"gpus":"0000:9d:00.0","kind":"shares","count":4}]`,
 	}
 	w.install(t, values...)
-	t.Run("beside a whole GPU, 14 partitions and a share", func(t *testing.T) {
+	t.Run("together with a whole GPU, 14 partitions and a share", func(t *testing.T) {
 		w.testPassthrough(t, functions, "0000:61:00.0", "0000:c3:00.0")
 	})
 	t.Run("without partitions", func(t *testing.T) {
@@ -36,8 +36,8 @@ func TestPassthrough(t *testing.T) {
 	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
 }
 
-// testPassthrough runs two Pods of virtual machines beside others. Each of the GPUs in cut serves
-// seven partitions. In the end the PCI functions must be as before.
+// testPassthrough runs two Pods of virtual machines together with others. Each of the GPUs in cut
+// serves seven partitions. In the end the PCI functions must be as before.
 func (w *world) testPassthrough(t *testing.T, before string, cut ...string) {
 	u := w.tenant(t)
 	machines := map[string]string{"vm1": "0000:1b:00.0", "vm2": "0000:43:00.0"}
