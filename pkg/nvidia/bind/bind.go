@@ -21,8 +21,8 @@ import (
 const nvidiaDriver = "nvidia"
 
 // unwatchLimit is how long a release waits until the health watch leaves the card out. Without
-// that, the watch of the other cards has a gap when the card returns.
-const unwatchLimit = 5 * time.Second
+// that, the watch has a gap when the card returns. A new watcher may need seconds for each card.
+const unwatchLimit = 20 * time.Second
 
 // Options configure a [Binder].
 type Options struct {
@@ -120,7 +120,11 @@ func (b *Binder) isBound(f vfio.Found) bool {
 // [device.FailureInUse] and names the processes if some still use the card through VFIO.
 func (b *Binder) Release(ctx context.Context, card device.Card, f vfio.Found) error {
 	if f.Driver(card.PCIAddress) == nvidiaDriver && host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != nvidiaDriver {
-		waiting, cancel := context.WithTimeout(ctx, unwatchLimit)
+		limit := unwatchLimit
+		if deadline, ok := ctx.Deadline(); ok {
+			limit = min(limit, time.Until(deadline)/2) // the release itself needs time, too
+		}
+		waiting, cancel := context.WithTimeout(ctx, limit)
 		defer cancel()
 		if back, err := b.options.Cards.Leave(waiting, card.PCIAddress); err == nil {
 			defer back()
