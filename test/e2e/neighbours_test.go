@@ -11,8 +11,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 // TestNeighbours checks what a default installation offers to other components of the cluster, how
@@ -349,39 +347,8 @@ func (w *world) testConfigurations(u tenant) {
 	w.heals(t, other)
 	w.offersShapes(t, h100, 8, 8*twoProfiles)
 	w.offersShares(t, h100, 0)
-	w.breaksSettings(t)
-	w.offersShapes(t, h100, 8, 8*twoProfiles)
 	label("-")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
-}
-
-// breaksSettings writes an invalid policy into the plugins' ConfigMap, which the chart's schema
-// would refuse. An Event must name the field and the line.
-func (w *world) breaksSettings(t *testing.T) {
-	t.Helper()
-	const file, valid = "settings.yaml", "policy: static"
-	maps := w.Client.CoreV1().ConfigMaps(clusterharness.Namespace)
-	list, err := maps.List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/instance=" + clusterharness.Release})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, m := range list.Items {
-		before, after, found := strings.Cut(m.Data[file], valid)
-		if !found {
-			continue
-		}
-		m.Data[file] = before + "policy: frozen" + after
-		if _, err := maps.Update(t.Context(), &m, metav1.UpdateOptions{}); err != nil {
-			t.Fatal(err)
-		}
-		if err := clusterharness.ReadConfigMap(t.Context(), w.Cluster); err != nil {
-			t.Fatal(err)
-		}
-		line := strings.Count(before, "\n") + 1
-		w.nodeHears(t, h100, "ConfigurationIgnored", fmt.Sprintf("line %d: configurations[whole].mig.policy", line), "frozen")
-		return
-	}
-	t.Fatalf("no ConfigMap has %q in %s", valid, file)
 }
 
 // offersShares waits until the node offers shares of this many whole GPUs.
