@@ -47,7 +47,7 @@ func addPassthrough(ctx context.Context, p nvidia.Paths, node nvidia.Node, err e
 const coherent = "ATS"
 
 // readPassthrough returns what sysfs says about each GPU on the PCI bus, sorted by address. A GPU
-// whose files block, because a driver hangs while it lets go of the GPU, delays no other.
+// whose sysfs files block, because an unbind hangs, delays no other GPU.
 func readPassthrough(ctx context.Context, p nvidia.Paths) []device.GPU {
 	onBus, _ := host.GPUs(p.Sysfs) // if sysfs cannot be read, no GPU can be passed on
 	read := make(chan device.GPU, len(onBus))
