@@ -152,15 +152,16 @@ func cgroupBases(name string) ([]string, error) {
 // again.
 func lockDir(ctx context.Context, dir string) (unlock func(), err error) {
 	for {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			return nil, fmt.Errorf("create the cluster's folder: %w", err)
+		var file *os.File
+		err := os.MkdirAll(dir, 0o755)
+		if err == nil {
+			file, err = os.Open(dir)
 		}
-		file, err := os.Open(dir)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue
+			continue // another process removed the folder or its parent in between
 		}
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("create the cluster's folder: %w", err)
 		}
 		if err := waitForLock(ctx, file); err != nil {
 			_ = file.Close()

@@ -50,3 +50,33 @@ func TestLockOnRemovedFolder(t *testing.T) {
 		t.Errorf("the second lock is on a folder that does not exist: %v", err)
 	}
 }
+
+// Two clusters start while a third one is taken down, which removes the common folder if it is
+// empty.
+func TestLockWhileParentIsRemoved(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "clusters")
+	dir := filepath.Join(root, "cluster")
+	done, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			select {
+			case <-done:
+				return
+			default:
+				_ = os.Remove(dir)
+				_ = os.Remove(root)
+			}
+		}
+	}()
+	for range 2000 {
+		unlock, err := lockDir(context.Background(), dir)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		unlock()
+	}
+	close(done)
+	<-ended
+}
