@@ -211,7 +211,8 @@ func TestTopologySurvivesReset(t *testing.T) {
 			if stays {
 				mode, instances = nvml.DEVICE_MIG_ENABLE, 1
 			}
-			device = devices(t, initialize(t))[0]
+			library = initialize(t)
+			device = devices(t, library)[0]
 			expectMode(t, device, mode, mode)
 			if stays {
 				there, ret := device.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: 9, InstanceCount: 7})
@@ -220,6 +221,10 @@ func TestTopologySurvivesReset(t *testing.T) {
 					t.Errorf("%d instances, want %d", len(there), instances)
 				}
 			}
+			want(t, "shutdown", library.Shutdown(), nvml.SUCCESS)
+			w.must(w.state.Boot(node))
+			w.must(w.state.Load("", "", true))
+			expectMode(t, devices(t, initialize(t))[0], nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE)
 		})
 	}
 }

@@ -56,12 +56,14 @@ func bindingAtBoot(card model.Card) Binding {
 	return Bound
 }
 
-// Boot gives every GPU the kernel driver and the minor that it has after a boot of the node.
+// Boot gives every GPU the kernel driver and the minor that it has after a boot of the node, and
+// removes all MIG instances.
 func (f *File) Boot(node *model.Node) error {
 	return f.update(func() error {
 		for i, card := range node.GPUs {
 			f.GPU(i).bind(bindingAtBoot(card))
 			atomic.StoreUint32(&f.GPU(i).Minor, *card.Minor)
+			f.resetMIG(i, false)
 		}
 		atomic.StoreUint32(&f.Header().VFIOLoaded, vfioAtBoot(node))
 		return nil

@@ -189,7 +189,7 @@ func (f *File) anew(gpu int) {
 	g := f.GPU(gpu)
 	g.forget()
 	atomic.StoreUint32(&g.PersistenceMode, f.persistence())
-	f.resetMIG(gpu)
+	f.resetMIG(gpu, f.Header().TopologyStays != 0)
 	atomic.StoreUint64(&g.ECCSingleVolatile, 0)
 	atomic.StoreUint64(&g.ECCDoubleVolatile, 0)
 	atomic.StoreUint32(&g.RemapPending, 0)

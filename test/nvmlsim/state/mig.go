@@ -119,9 +119,9 @@ func (m *Model) Profile(id uint32) (*Profile, bool) {
 }
 
 // resetMIG removes the GPU's MIG instances, as a reset does. A GPU that needs a reset to change its
-// MIG mode then takes its pending mode; any other GPU leaves MIG mode. With TopologyStays a GPU in
-// MIG mode keeps the mode and its instances.
-func (f *File) resetMIG(gpu int) {
+// MIG mode then takes its pending mode; any other GPU leaves MIG mode. With "stays" a GPU in MIG
+// mode keeps the mode and its instances.
+func (f *File) resetMIG(gpu int, stays bool) {
 	g := f.GPU(gpu)
 	if g.Virtualization == vGPUGuest { // only the host changes the MIG instances of a guest
 		return
@@ -129,7 +129,7 @@ func (f *File) resetMIG(gpu int) {
 	for i := range g.Processes {
 		atomic.StoreUint64(&g.Processes[i], 0)
 	}
-	if f.Header().TopologyStays != 0 && g.MIGCurrent != 0 && g.MIGPending != 0 {
+	if stays && g.MIGCurrent != 0 && g.MIGPending != 0 {
 		return
 	}
 	for id := range g.Instances {
