@@ -90,8 +90,8 @@ func TestPinnedVersionsAreThoseOfToolModule(t *testing.T) {
 		if want == "" {
 			continue
 		}
-		if got, err := moduleVersion("../../tools", tool.module); err != nil || got != want {
-			t.Errorf("tools/go.mod pins %s %s (%v), this package names %s", tool.name, got, err, want)
+		if got, err := moduleVersion(filepath.Join("../../tools", tool.own), tool.module); err != nil || got != want {
+			t.Errorf("its tool module pins %s %s (%v), this package names %s", tool.name, got, err, want)
 		}
 	}
 }

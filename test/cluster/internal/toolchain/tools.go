@@ -19,6 +19,7 @@ type tool struct {
 	programs []string // names of the programs that the tool provides
 	packages []string
 	module   string // Go module whose version is the tool's version
+	own      string // folder of a tool module of its own, in that of the others, or empty
 	tags     string
 	ldflags  func(version string) string // nil means stripped
 	links    []string                    // names of links to the binary, if one serves as all programs
@@ -59,10 +60,11 @@ var tools = []tool{
 	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
 }
 
-// containerdTool builds containerd from this Go module, whose path has its major version.
+// containerdTool builds containerd from this Go module, whose path has its major version. Its tool
+// module is its own, because containerd 2.3 does not compile with Kubernetes 1.37's cri-api.
 func containerdTool(module string) tool {
 	programs := []string{"containerd", "containerd-shim-runc-v2", "ctr"}
-	t := tool{name: "containerd", programs: programs, module: module}
+	t := tool{name: "containerd", programs: programs, module: module, own: "containerd"}
 	for _, program := range programs {
 		t.packages = append(t.packages, module+"/cmd/"+program)
 	}
@@ -86,14 +88,14 @@ func kubernetesVersionFlags(version string) string {
 	return flags
 }
 
-// PinnedKubernetes and PinnedContainerd are the versions that the tool module pins.
+// PinnedKubernetes and PinnedContainerd are the versions that the tool modules pin.
 const (
-	PinnedKubernetes = "v1.36.3"
+	PinnedKubernetes = "v1.37.0"
 	PinnedContainerd = "v2.3.7"
 )
 
 // Versions select the versions of Kubernetes' and containerd's programs, like v1.37.0. Empty means
-// the version that the tool module pins.
+// the version that a tool module pins.
 type Versions struct{ Kubernetes, Containerd string }
 
 // of returns the wanted version of a tool's programs. Empty means the pinned one.
@@ -129,7 +131,7 @@ func (c *Cache) BuildTools(
 		if tool.name == "containerd" && strings.HasPrefix(wanted, "v1.") {
 			tool = containerdTool("github.com/containerd/containerd")
 		}
-		module, err := c.moduleOf(ctx, tool, pinned, wanted, progress)
+		module, err := c.moduleOf(ctx, tool, filepath.Join(pinned, tool.own), wanted, progress)
 		if err != nil {
 			return nil, err
 		}
