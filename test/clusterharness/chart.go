@@ -40,12 +40,7 @@ func Install(ctx context.Context, c *cluster.Cluster, root string, more ...strin
 	if _, err := c.Helm(ctx, InstallArguments(root, more...)...); err != nil {
 		return err
 	}
-	return ReadConfigMap(ctx, c)
-}
-
-// ReadConfigMap makes the kubelets read the plugins' ConfigMap at once, and not within a minute. It
-// changes an annotation of the plugins' Pods for that.
-func ReadConfigMap(ctx context.Context, c *cluster.Cluster) error {
+	// The new annotation makes the kubelets read the ConfigMap at once, and not within a minute.
 	_, err := c.Kubectl(ctx, "annotate", "pods", "--namespace", Namespace, "--selector", "app.kubernetes.io/component=kubelet-plugin",
 		"--overwrite", fmt.Sprintf("example.com/installed=%d", time.Now().UnixNano()))
 	return err

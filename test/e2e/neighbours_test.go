@@ -300,14 +300,17 @@ func (w *world) nodeHears(t *testing.T, node, reason string, texts ...string) {
 }
 
 // testConfigurations moves a node between pools with other partitions, shares and taint effects by
-// a label, while a Pod holds a partition. The other node stays as it is, and a wrong name changes
-// nothing.
+// a label, while a Pod holds a partition. The other node stays as it is. A wrong name and a wrong
+// value change nothing.
 func (w *world) testConfigurations(u tenant) {
 	t := u.t
-	w.installDefault(t, "--set", "mig.policy=dynamic", "--set", "configurations.whole.mig.policy=static",
+	values := []string{
+		"--set", "mig.policy=dynamic", "--set", "configurations.whole.mig.policy=static",
 		"--set", "configurations.few.mig.policy=dynamic", "--set", "configurations.few.mig.profiles={1g.10gb,3g.40gb}",
 		"--set-json", `configurations.whole.shares=[{"kind":"shares","count":4}]`,
-		"--set", "configurations.whole.health.effects.unhealthy=NoExecute")
+		"--set", "configurations.whole.health.effects.unhealthy=NoExecute",
+	}
+	w.installDefault(t, values...)
 	u.pod("keeps", onNode(h100), fromTemplate("gpu", "small"))
 	u.running("keeps")
 	label := func(value string) {
@@ -347,6 +350,11 @@ func (w *world) testConfigurations(u tenant) {
 	w.heals(t, other)
 	w.offersShapes(t, h100, 8, 8*twoProfiles)
 	w.offersShares(t, h100, 0)
+
+	w.installDefault(t, append(values, "--skip-schema-validation", "--set", "configurations.whole.mig.policy=frozen")...)
+	w.nodeHears(t, h100, "ConfigurationIgnored", "line ", "configurations[whole].mig.policy", "frozen")
+	w.offersShapes(t, h100, 8, 8*twoProfiles)
+	w.installDefault(t, values...)
 	label("-")
 	w.offersShapes(t, h100, 8, 8*everyPartition)
 }

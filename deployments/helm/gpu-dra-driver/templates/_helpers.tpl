@@ -392,7 +392,7 @@ loggingFormat: {{ .Values.logFormat }}
 {{/* "true" if any GPU of any node is offered to virtual machines. */}}
 {{- define "gpu-dra-driver.passthrough" -}}
 {{- $on := false -}}
-{{- range prepend (values .Values.configurations) .Values }}{{ with .passthrough -}}
+{{- range prepend (values (.Values.configurations | default dict)) .Values }}{{ with .passthrough -}}
 {{- if .enabled }}{{ $on = true }}{{ end -}}
 {{- range .rules }}{{ if .enabled }}{{ $on = true }}{{ end }}{{ end -}}
 {{- end }}{{ end -}}
@@ -401,5 +401,5 @@ loggingFormat: {{ .Values.logFormat }}
 
 {{/* The kinds of shares that the values offer, separated by spaces. */}}
 {{- define "gpu-dra-driver.shareKinds" -}}
-{{- range prepend (values .Values.configurations) .Values }}{{ range .shares }}{{ if ne .kind "off" }}{{ .kind }} {{ end }}{{ end }}{{ end -}}
+{{- range prepend (values (.Values.configurations | default dict)) .Values }}{{ range .shares }}{{ if ne .kind "off" }}{{ .kind }} {{ end }}{{ end }}{{ end -}}
 {{- end -}}
