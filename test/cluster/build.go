@@ -21,6 +21,10 @@ import (
 // the usual commands, and glibc.
 const TestImage = toolchain.TestImage
 
+// EmptyImage is the base image that [BuildImage] offers to a Dockerfile. In the finished image it
+// has folders and no files.
+const EmptyImage = toolchain.BuilderBase
+
 // Programs are the built programs that a cluster runs. The cluster stores their paths on disk when
 // it starts. So a running cluster keeps its programs, even if the checkout changes.
 type Programs struct {

@@ -83,7 +83,7 @@ func (b buildah) budArguments(ctx context.Context, wanted Dockerfile) ([]string,
 		"bud", "--signature-policy", b.policy, "--pull-never", "--isolation", "oci", "--runtime", b.runc, "--cgroup-parent", "/" + buildCgroup,
 		"--network", "host", "--timestamp", "0",
 		"--format", "docker", "--file", wanted.Path, "--tag", wanted.Tag,
-		"--build-arg", "BUILDER=" + builderBase,
+		"--build-arg", "BUILDER=" + BuilderBase,
 		"--build-arg", "GOPROXY=" + settings["GOPROXY"], "--build-arg", "GOMODCACHE=" + settings["GOMODCACHE"], "--build-arg", "GOCACHE=" +
 			settings["GOCACHE"],
 	}
@@ -141,15 +141,15 @@ func goSettings(ctx context.Context, dir string) (map[string]string, error) {
 // importBase puts an almost empty image into the builder's storage, under the name that the build
 // argument BUILDER gives for the base image.
 func (b buildah) importBase(ctx context.Context) error {
-	archive := filepath.Join(b.storage, filepath.Base(builderBase)+".tar")
-	if err := writeImage(baseLayout(), archive, builderBase+":latest"); err != nil {
+	archive := filepath.Join(b.storage, filepath.Base(BuilderBase)+".tar")
+	if err := writeImage(baseLayout(), archive, BuilderBase+":latest"); err != nil {
 		return err
 	}
 	id, err := b.run(ctx, "pull", "--quiet", "--signature-policy", b.policy, "oci-archive:"+archive)
 	if err != nil {
 		return err
 	}
-	_, err = b.run(ctx, "tag", strings.TrimSpace(id), builderBase)
+	_, err = b.run(ctx, "tag", strings.TrimSpace(id), BuilderBase)
 	return err
 }
 

@@ -27,7 +27,8 @@ type Dockerfile struct {
 	Arguments map[string]string
 }
 
-const builderBase = "localhost/builder-base"
+// BuilderBase is the name of that image.
+const BuilderBase = "localhost/builder-base"
 
 // BuildDockerfile builds the image unless the same inputs were built before, and returns the path
 // of its docker archive. runc is the path of the runc that runs the build's steps.
