@@ -35,6 +35,8 @@ type GPU struct {
 	// why. If both are empty, that is unknown.
 	Passthrough   *Passthrough `json:"passthrough,omitempty"`
 	NoPassthrough string       `json:"noPassthrough,omitempty"`
+	// Firmware is nil where no GPU is offered to virtual machines.
+	Firmware *Firmware `json:"firmware,omitempty"`
 	// MIG has the GPU's MIG mode, profiles and instances. It is nil for a card without MIG.
 	MIG *MIG `json:"mig,omitempty"`
 }
@@ -47,6 +49,14 @@ type Engines struct {
 	Encoders        uint32 `json:"encoders"`
 	JPEGEngines     uint32 `json:"jpegEngines"`
 	OFAEngines      uint32 `json:"ofaEngines"`
+}
+
+// Firmware is what a virtual machine can change about a GPU so that it stays changed afterwards. A
+// value that the driver does not report is empty.
+type Firmware struct {
+	VBIOS string `json:"vbios,omitempty"`
+	// ECC is "enabled" or "disabled", as it will be after the next reset.
+	ECC string `json:"ecc,omitempty"`
 }
 
 // Driver has the versions of a node's NVIDIA driver, as the driver itself writes them.

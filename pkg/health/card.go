@@ -46,6 +46,10 @@ type card struct {
 	// NVML cannot query it.
 	OtherDriver bool `json:"away,omitempty"`
 
+	// Lent is what GPU was before a claim had the card for a virtual machine. It stays until the card
+	// is back as it was, or until an admin accepts the difference.
+	Lent *device.GPU `json:"lent,omitempty"`
+
 	// lastQuery is when the watcher process began its last conclusive query of the card. If the next
 	// answer proves a reset, only findings from before lastQuery are surely older than that reset.
 	lastQuery time.Time

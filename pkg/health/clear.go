@@ -8,9 +8,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Clear ends the findings of the named cards for an admin, except those with EndsByLevel, which the
-// next query would add again. names has PCI addresses, device names or UUIDs, separated by commas.
-// Names that the last call had are skipped. The result has the names without a card.
+// Clear ends the findings of the named cards for an admin, except those with EndsByLevel that the
+// next query would add again. It accepts what a virtual machine has changed. names has PCI
+// addresses, device names or UUIDs, separated by commas. Names that the last call had are skipped.
+// The result has the names without a card.
 func (m *Monitor) Clear(names, why string, now time.Time) (unknown []string) {
 	m.now = now
 	before := splitNames(m.lastClear)
@@ -27,6 +28,7 @@ func (m *Monitor) Clear(names, why string, now time.Time) (unknown []string) {
 			unknown = append(unknown, name)
 		default:
 			m.endFindings(c, func(f *Finding) bool { return f.Ends != EndsByLevel }, why)
+			m.acceptLent(c, why)
 			c.ResetRequested = isReset(c.Recovery)
 		}
 	}

@@ -49,11 +49,11 @@ const recoveryPrefix = "recovery-"
 func recoveryCode(a device.RecoveryAction) string { return recoveryPrefix + string(a) }
 
 // endByReset ends the findings that a reset ends, if they were last seen before the reset at the
-// time "at". Findings from queries (EndsByLevel) end too, except lost and unknown, because the next
-// query adds again those that persist.
+// time "at". Findings from queries (EndsByLevel) end too, because the next query adds again
+// those that persist. Those that no query renews stay: lost, unknown, and what a scan compared.
 func (m *Monitor) endByReset(c *card, at time.Time, why string) {
 	m.endFindings(c, func(f *Finding) bool {
-		level := f.Ends == EndsByLevel && f.Code != lostCode && f.Code != unknownCode
+		level := f.Ends == EndsByLevel && f.Code != lostCode && f.Code != unknownCode && !strings.HasPrefix(f.Code, changedPrefix)
 		return (f.Ends == EndsByReset || level) && !f.Last.After(at) || f.Code == fabricCode
 	}, why)
 	c.Arrived = m.now

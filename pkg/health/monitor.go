@@ -83,6 +83,7 @@ func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	for _, g := range gpus {
 		if c := m.cardAt(g.Card(), now); c != nil {
 			c.GPU = &g // changes no verdict
+			m.compareLent(c, g, now)
 		}
 	}
 }
@@ -160,17 +161,18 @@ func (m *Monitor) Tick(now time.Time) {
 // maxCards cards.
 func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 	c := m.cards[id.PCIAddress]
+	var lent *device.GPU
 	if c != nil && id.UUID != "" && c.Card.UUID != "" && c.Card.UUID != id.UUID {
 		m.endFindings(c, func(*Finding) bool { return true }, "another card is at this address: "+id.UUID)
 		delete(m.cards, id.PCIAddress)
 		m.version++
-		c = nil
+		c, lent = nil, c.Lent
 	}
 	if c == nil {
 		if len(m.cards) >= maxCards {
 			return nil
 		}
-		c = &card{Card: id, lastHeard: now, Arrived: now}
+		c = &card{Card: id, Lent: lent, lastHeard: now, Arrived: now}
 		m.cards[id.PCIAddress] = c
 		delete(m.forgotten, id.PCIAddress)
 		m.version++

@@ -43,10 +43,11 @@ func (s Store) Save(m *Monitor) error {
 	return format.Write(s.Disk, s.Path, now)
 }
 
-// Load adds findings from the file to the monitor, unless the node booted since. The first call
-// adds all. A later call adds only findings seen since the previous call, because older ones may
-// have ended. If the file is unreadable, Load renames it and returns an error. If the file needs a
-// later version of the driver, Load returns an error, and Save leaves the file untouched.
+// Load adds findings from the file to the monitor. After a boot it adds only what the cards were
+// before virtual machines had them. The first call adds all. A later call adds only findings seen
+// since the previous call, because older ones may have ended. If the file is unreadable, Load
+// renames it and returns an error. If the file needs a later version of the driver, Load returns an
+// error, and Save leaves the file untouched.
 func (s Store) Load(m *Monitor, now time.Time) error {
 	var saved savedState
 	found, err := format.Read(s.Disk, s.Path, &saved)
@@ -71,8 +72,8 @@ func (s Store) Load(m *Monitor, now time.Time) error {
 	if m.lastClear == "" {
 		m.lastClear = saved.Cleared
 	}
-	if saved.BootID != s.BootID {
-		return nil // the boot has reset the hardware
+	if saved.BootID != s.BootID { // the boot has reset the hardware, and kept what a virtual machine changed
+		saved = savedState{Cards: saved.lent()}
 	}
 	m.merge(saved, now)
 	return nil
@@ -99,6 +100,16 @@ func (s savedState) validate() error {
 	return nil
 }
 
+// lent returns the cards that virtual machines had, with nothing else.
+func (s savedState) lent() (lent []*card) {
+	for _, c := range s.Cards {
+		if c.Lent != nil {
+			lent = append(lent, &card{Card: c.Card, Lent: c.Lent})
+		}
+	}
+	return lent
+}
+
 // merge adds the saved findings to the monitor. XIDs get their state from the current rules,
 // because an admin may have changed the rules since. Until the rules are known they keep the saved
 // state, so that no rules of another node's configuration drop a finding.
@@ -120,6 +131,7 @@ func (m *Monitor) merge(saved savedState, now time.Time) {
 		if c.GPU == nil && old.GPU != nil && old.GPU.Card() == c.Card {
 			c.GPU = old.GPU
 		}
+		c.Lent = cmp.Or(c.Lent, old.Lent)
 		if c.Recovery == device.RecoveryUnknown {
 			c.Recovery, c.ResetRequested = old.Recovery, old.ResetRequested || isReset(old.Recovery)
 		}

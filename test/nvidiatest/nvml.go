@@ -26,6 +26,8 @@ type Card struct {
 	Until           <-chan struct{} // nil means forever
 	Modes           *Modes          // nil for a card without these modes
 	Addressing      nvml.DeviceAddressingModeType
+	VBIOS           string
+	ECC             nvml.EnableState
 }
 
 // Modes are the modes of a fake card. With ignoresChange, the card
@@ -106,6 +108,10 @@ func (c Card) Handle(index int) nvml.Device {
 		},
 		GetAddressingModeFunc: func() (nvml.DeviceAddressingMode, nvml.Return) {
 			return nvml.DeviceAddressingMode{Value: uint32(c.Addressing)}, c.ask("nvmlDeviceGetAddressingMode")
+		},
+		GetVbiosVersionFunc: func() (string, nvml.Return) { return c.VBIOS, c.ask("nvmlDeviceGetVbiosVersion") },
+		GetEccModeFunc: func() (nvml.EnableState, nvml.EnableState, nvml.Return) {
+			return nvml.FEATURE_ENABLED, c.ECC, c.ask("nvmlDeviceGetEccMode")
 		},
 		IsMigDeviceHandleFunc:     func() (bool, nvml.Return) { return false, nvml.SUCCESS },
 		GetMigModeFunc:            func() (int, int, nvml.Return) { return 0, 0, nvml.ERROR_NOT_SUPPORTED },

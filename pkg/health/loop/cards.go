@@ -25,6 +25,7 @@ func (l *Loop) syncCards() []device.GPU {
 		gpus = append(gpus, g.GPU)
 	}
 	l.monitor.Lend(l.lent(time.Now()), time.Now())
+	l.monitor.Leave(bound(s))
 	l.monitor.Expect(gpus, time.Now())
 	for _, g := range absent(l.monitor.View(), s) {
 		if l.removedForGood(s, g) {
@@ -34,6 +35,16 @@ func (l *Loop) syncCards() []device.GPU {
 		}
 	}
 	return gpus
+}
+
+// bound returns the addresses of the GPUs to which a VFIO driver is bound.
+func bound(s inventory.Snapshot) (addresses []device.PCIAddress) {
+	for _, g := range s.Node.Passthrough {
+		if g.Passthrough != nil && g.Passthrough.BoundByAdmin {
+			addresses = append(addresses, g.PCIAddress)
+		}
+	}
+	return addresses
 }
 
 // Missing returns the unhealthy GPUs that s lacks, except those that were unplugged and that no

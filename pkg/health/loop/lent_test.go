@@ -43,6 +43,24 @@ func TestLentGPUIsNeitherLostNorForgotten(t *testing.T) {
 	}, name.String())
 }
 
+func TestGPUThatComesBackDifferentIsUnhealthy(t *testing.T) {
+	name := device.Name{GPU: firstGPU, Passthrough: true}
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		s := readyWith("0000:1b:00.0", "0000:43:00.0")
+		g := s.Node.GPUs[0].GPU
+		away := readyWith("0000:43:00.0")
+		away.Node.Passthrough = []device.GPU{{PCIAddress: "0000:1b:00.0", Passthrough: &device.Passthrough{BoundByAdmin: true}}}
+		l.inventory.Set(away)
+		<-time.After(2 * time.Second)
+		s.Node.GPUs[0].MIG = &device.MIG{Enabled: true}
+		l.inventory.Set(s)
+		<-time.After(2 * time.Second)
+		if v := l.View().Of(g, device.Name{GPU: firstGPU}); v.State != health.Unhealthy || v.Causes[0].Code != "changed-mig" {
+			t.Errorf("%s: %s", v.State, v.Message())
+		}
+	}, name.String())
+}
+
 func TestLentGPUThatNobodyKnowsIsAsSysfsSays(t *testing.T) {
 	name := device.Name{GPU: "gpu-0000-99-00-0", Passthrough: true}
 	runLoop(t, t.TempDir(), func(l *loopTest) {

@@ -85,6 +85,10 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	locate(s.paths.Sysfs, &g)
 	g.ContainerLimits = s.containerLimits(handle)
 	r.answered()
+	if s.paths.Passthrough {
+		g.Firmware = firmware(handle)
+		r.answered()
+	}
 	own, err := s.ownEdits(handle, g, d)
 	if err != nil {
 		return nil, err
@@ -163,6 +167,18 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 		g.AddressingMode = mode
 	}
 	return nil
+}
+
+// firmware reads what tells whether a virtual machine has changed the card.
+func firmware(card nvml.Device) *device.Firmware {
+	f := &device.Firmware{}
+	if version, ret := card.GetVbiosVersion(); ret == nvml.SUCCESS {
+		f.VBIOS = version
+	}
+	if _, pending, ret := card.GetEccMode(); ret == nvml.SUCCESS {
+		f.ECC = map[nvml.EnableState]string{nvml.FEATURE_ENABLED: "enabled", nvml.FEATURE_DISABLED: "disabled"}[pending]
+	}
+	return f
 }
 
 func orUnknown(name string, err error) string {

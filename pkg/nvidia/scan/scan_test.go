@@ -35,6 +35,31 @@ func TestLocateLeavesMissingFactsUnknown(t *testing.T) {
 	}
 }
 
+func TestFirmwareIsReadForVirtualMachinesOnly(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	cards := nvidiatest.TwoCards()
+	cards[0].VBIOS, cards[0].ECC = "96.00.74", nvml.FEATURE_ENABLED // pending, the current mode is always enabled
+	cards[1].Answers = map[string]nvml.Return{
+		"nvmlDeviceGetVbiosVersion": nvml.ERROR_UNKNOWN, "nvmlDeviceGetEccMode": nvml.ERROR_NOT_SUPPORTED,
+	}
+	for _, passthrough := range []bool{false, true} {
+		s := scannerOf(h, nvidiatest.NVML(cards...))
+		s.paths.Passthrough = passthrough
+		node, err := s.scan(t.Context())
+		if err != nil || len(node.GPUs) != 2 {
+			t.Fatal(node.GPUs, err)
+		}
+		got := []*device.Firmware{node.GPUs[1].Firmware, node.GPUs[0].Firmware}
+		want := []*device.Firmware{nil, nil}
+		if passthrough {
+			want = []*device.Firmware{{VBIOS: "96.00.74", ECC: "enabled"}, {}}
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("passthrough %v: %s", passthrough, diff)
+		}
+	}
+}
+
 func TestScanReportsNode(t *testing.T) {
 	h := nvidiatest.NewHost(t)
 	cards := nvidiatest.TwoCards()

@@ -78,31 +78,14 @@ func (s *Passthrough) Revert(ctx context.Context, env *Env) error {
 		return nil
 	}
 	defer env.forgetCard(s.Card)
-	found := *s.Found
-	if err := env.Binder.Release(ctx, s.Card, found); err != nil {
+	if err := env.Binder.Release(ctx, s.Card, *s.Found); err != nil {
 		return s.wrapError(err)
 	}
 	s.Found, s.Access = nil, vfio.Access{}
 	if err := env.Journal(); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to record that a GPU was released from VFIO", "gpu", s.GPU)
 	}
-	if s.Card.UUID != "" && found.Driver(s.Card.PCIAddress) != "" {
-		s.compare(ctx, env)
-	}
 	return nil
-}
-
-// compare reports what a virtual machine has changed about the GPU. MIG mode was off when the
-// machine got the GPU.
-func (s *Passthrough) compare(ctx context.Context, env *Env) {
-	logger := klog.FromContext(ctx).WithValues("gpu", s.GPU, "uuid", s.Card.UUID)
-	state, err := env.Partitions.Look(ctx, s.Card)
-	switch {
-	case err != nil:
-		logger.Error(err, "GPU came back from a virtual machine, and does not answer as the same GPU")
-	case state.MIG.Enabled:
-		logger.Error(nil, "GPU came back from a virtual machine with MIG mode enabled")
-	}
 }
 
 func (s *Passthrough) wrapError(err error) error {
