@@ -28,6 +28,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/bind"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
@@ -212,6 +213,9 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			endless(verdicts.Run), endless(healthReport.Run),
 			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
 			endless(policy.Watch), endless(policy.chooser.WatchFile), endless(node.Run), endless(host.Run),
+			endless(nodeview.Holders{Node: node, InUse: claims.InUse, Foreign: func(minors []int) map[int][]nvidia.Process {
+				return scan.Foreign(Paths(cfg), minors)
+			}}.Run),
 			endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }),
 			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),

@@ -52,6 +52,7 @@ type Node struct {
 	// configured are the policies from the node's configuration, and annotated those from the Node's
 	// annotations. Until both are known (not nil), no GPU is added for virtual machines.
 	configured, annotated *device.Policies
+	held                  map[device.PCIAddress]time.Time // see inputs.Held
 
 	view      atomic.Pointer[View]
 	firstLook chan struct{}
@@ -105,7 +106,7 @@ func (n *Node) Update() {
 // update is Update for callers that hold n.mu.
 func (n *Node) update() {
 	scanned := n.inventory.Snapshot()
-	in := inputs{Inventory: n.withPassthrough(scanned, n.health.Lent(scanned))}
+	in := inputs{Inventory: n.withPassthrough(scanned, n.health.Lent(scanned)), Held: n.held}
 	in.Conditions = n.conditions(in.Inventory)
 	in.missing = n.health.Missing(in.Inventory)
 	claims, err := n.reference.Claims()

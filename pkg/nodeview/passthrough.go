@@ -35,11 +35,8 @@ func (n *Node) SetNodePolicies(p device.Policies) {
 // VFIO, and on a node without NVIDIA's driver all others. The caller holds n.mu.
 func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventory.Snapshot {
 	found := slices.Clone(lent)
-	on := func(g device.GPU) bool {
-		return n.configured != nil && n.annotated != nil && g.Passthrough != nil && n.configured.And(*n.annotated).For(g).Passthrough
-	}
 	for _, g := range s.Node.Passthrough {
-		if on(g) && (g.Passthrough.BoundByAdmin || free(s, g)) {
+		if n.passes(g) && (g.Passthrough.BoundByAdmin || free(s, g)) {
 			found = append(found, g)
 		}
 	}
@@ -63,6 +60,12 @@ func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventor
 	s.Node.Problems = slices.DeleteFunc(slices.Clone(s.Node.Problems), func(p nvidia.Problem) bool { return added(p.PCIAddress) })
 	s.Node.Passthrough = slices.DeleteFunc(slices.Clone(s.Node.Passthrough), func(g device.GPU) bool { return added(g.PCIAddress) })
 	return s
+}
+
+// passes reports whether the GPU can be passed to virtual machines and the policies say so. The
+// caller holds n.mu.
+func (n *Node) passes(g device.GPU) bool {
+	return n.configured != nil && n.annotated != nil && g.Passthrough != nil && n.configured.And(*n.annotated).For(g).Passthrough
 }
 
 // free reports whether the node has no NVIDIA driver, and no other kernel driver has the GPU.

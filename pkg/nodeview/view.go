@@ -43,6 +43,9 @@ type inputs struct {
 	// they cannot be read, ReferenceErr says why, and Preparable and Offered have no GPU.
 	ReferenceClaims []predecessor.Claim
 	ReferenceErr    string
+	// Held says since when processes have GPUs open that no claim has, so that no virtual machine can
+	// get them.
+	Held map[device.PCIAddress]time.Time
 }
 
 // Changed returns a channel that is closed when there is a newer View.

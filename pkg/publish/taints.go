@@ -35,7 +35,9 @@ type marker struct {
 	conditions []nodeview.Condition
 	// requireValidation is whether a GPU that passed no check gets a taint.
 	requireValidation bool
-	now               time.Time
+	// held is as in [nodeview.View].
+	held map[device.PCIAddress]time.Time
+	now  time.Time
 }
 
 // mark returns the slices with taints. On a cluster without device taints, it removes devices whose
@@ -87,7 +89,18 @@ const (
 	notReadyTaint = taintPrefix + "not-ready"
 	// unvalidatedTaint keeps new claims away from a GPU until an admin's check has passed.
 	unvalidatedTaint = taintPrefix + "unvalidated"
+	// inUseTaint keeps virtual machines away from a GPU that a process has open.
+	inUseTaint = taintPrefix + "in-use"
 )
+
+// inUse returns the taint of the device n of a GPU that a virtual machine cannot get now.
+func (m marker) inUse(n device.Name) []resourceapi.DeviceTaint {
+	since, held := m.held[m.gpus[n.GPU].PCIAddress]
+	if !n.Passthrough || !held {
+		return nil
+	}
+	return []resourceapi.DeviceTaint{{Key: inUseTaint, Effect: resourceapi.DeviceTaintEffectNoSchedule, TimeAdded: stamp(since)}}
+}
 
 // unvalidated returns the taint of a GPU that passed no check since it arrived or was reset.
 func (m marker) unvalidated(g device.GPU) []resourceapi.DeviceTaint {
@@ -130,9 +143,10 @@ func typeAttribute(d resourceapi.Device) string {
 	return ptr.Deref(d.Attributes["type"].StringValue, "")
 }
 
-// allTaints returns all taints of the device d: those of its health verdict v, that of an
-// unvalidated GPU, and notReady unless it is nil. If no scan has found the GPU of d, d keeps those
-// of an earlier plugin instance. For Kubernetes 1.34 only the most severe taints are returned.
+// allTaints returns all taints of the device d: those of its health verdict v, those of an
+// unvalidated GPU and of one that is in use, and notReady unless it is nil. If no scan has found
+// the GPU of d, d keeps those of an earlier plugin instance. For Kubernetes 1.34 only the most
+// severe taints are returned.
 func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *resourceapi.DeviceTaint) []resourceapi.DeviceTaint {
 	if !m.features.DeviceTaints {
 		return nil
@@ -140,7 +154,7 @@ func (m marker) allTaints(d resourceapi.Device, v health.Verdict, notReady *reso
 	taints := m.healthTaints(v)
 	n, ok := device.ParseName(d.Name)
 	if found := ok && m.gpus[n.GPU].PCIAddress != ""; found {
-		taints = append(taints, m.unvalidated(m.gpus[n.GPU])...)
+		taints = append(append(taints, m.unvalidated(m.gpus[n.GPU])...), m.inUse(n)...)
 	} else {
 		taints = slices.DeleteFunc(slices.Clone(d.Taints), func(t resourceapi.DeviceTaint) bool { return t.Key == notReadyTaint })
 	}
@@ -221,11 +235,11 @@ func taintKey(c health.Finding) (key, value string) {
 
 // mark returns the slices of the offer with the taints of now.
 func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
-	o, list := b.offer, b.list
+	o, list, node := b.offer, b.list, b.opts.Node.View()
 	b.list = nil // later it says nothing about the claims any more
 	m := marker{
 		view: b.opts.Health.View(), effects: *b.effects.Load(), features: o.features, gpus: map[string]device.GPU{},
-		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: b.opts.Node.View().Conditions,
+		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: node.Conditions, held: node.Held,
 		requireValidation: b.opts.RequireValidation, now: time.Now(),
 	}
 	for _, g := range o.snapshot.Node.GPUs {

@@ -343,3 +343,17 @@ func TestAllocatedUnhealthyDeviceStaysWithoutTaintSupport(t *testing.T) {
 		u.stop()
 	})
 }
+
+// The whole GPU and its other shapes can be had while a process has it open.
+func TestOnlyTheDeviceForVirtualMachinesIsTaintedWhileTheGPUIsInUse(t *testing.T) {
+	s := readyWith("0000:1b:00.0", "0000:43:00.0")
+	m, _ := newMarker(t, Features{DeviceTaints: true}, s, viewWithXIDs(t, time.Now(), s), nil)
+	m.held = map[device.PCIAddress]time.Time{"0000:1b:00.0": time.Now()}
+	for name, want := range map[string]int{firstGPU: 0, firstGPU + "-vfio": 1, secondGPU + "-vfio": 0} {
+		taints := m.allTaints(resourceapi.Device{Name: name}, health.Verdict{}, nil)
+		if len(taints) != want || want == 1 && (taints[0].Key != "gpu.nvidia.com/in-use" ||
+			taints[0].Effect != resourceapi.DeviceTaintEffectNoSchedule || taints[0].TimeAdded == nil) {
+			t.Errorf("%s has the taints %v", name, taints)
+		}
+	}
+}

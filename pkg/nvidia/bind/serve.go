@@ -166,7 +166,7 @@ func (o order) nodes() (host.DeviceNodes, error) {
 		return host.VFIONodes(vfio.NodesOf(o.Paths.Sysfs, o.Dev, o.Card)...), nil
 	}
 	minor, err := host.Minor(o.Paths, o.Card)
-	return host.GPUNode(minor), err
+	return host.GPUNodes(minor), err
 }
 
 // modulesAlias returns the path of modules.alias of the running kernel. modules is where the caller

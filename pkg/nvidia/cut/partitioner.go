@@ -158,7 +158,7 @@ func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Proces
 		return c.processes(card, instance)
 	}
 	if instance == nil {
-		return merge(c.processes(card, nil), host.UsersOf(c.Paths, host.GPUNode(minor)))
+		return merge(c.processes(card, nil), host.UsersOf(c.Paths, host.GPUNodes(minor)))
 	}
 	if of := host.UsersOf(c.Paths, host.InstanceNodes(c.Paths, minor, *instance)); len(of) > 0 {
 		return of

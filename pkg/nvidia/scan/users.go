@@ -1,6 +1,9 @@
 package scan
 
 import (
+	"os"
+	"strings"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
@@ -8,5 +11,29 @@ import (
 // Users lists the processes of the host, except this one, that have the device node of a GPU open.
 // NVML lists only processes with a CUDA or graphics context.
 func Users(p nvidia.Paths, minor int) []nvidia.Process {
-	return host.UsersOf(p.WithDefaults(), host.GPUNode(minor))
+	return host.UsersOf(p.WithDefaults(), host.GPUNodes(minor))
+}
+
+// persistenced is how the kernel shortens the name of nvidia-persistenced, which closes a GPU on
+// request.
+const persistenced = "nvidia-persiste"
+
+// Foreign lists the processes that have GPUs open, by the minor number of the GPU. It leaves out
+// the processes of this plugin and of another instance of it, and nvidia-persistenced. It reads the
+// open files of every process of the host once.
+func Foreign(p nvidia.Paths, minors []int) map[int][]nvidia.Process {
+	p = p.WithDefaults()
+	own, _ := os.ReadFile("/proc/self/comm") // without /proc, no process is found below
+	found := map[int][]nvidia.Process{}
+	for _, process := range host.UsersOf(p, host.GPUNodes(minors...)) {
+		if process.Name == persistenced || process.Name == strings.TrimSpace(string(own)) {
+			continue
+		}
+		for _, minor := range minors {
+			if host.Uses(p, process.PID, host.GPUNodes(minor)) {
+				found[minor] = append(found[minor], process)
+			}
+		}
+	}
+	return found
 }

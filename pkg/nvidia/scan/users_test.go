@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -55,6 +56,17 @@ func TestUsersFindsProcessesByDeviceNumber(t *testing.T) {
 		{PID: 13, Name: "mapper", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca428"},
 	}
 	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, 3)); diff != "" {
+		t.Error(diff)
+	}
+	// Of several GPUs, without those of the plugin and nvidia-persistenced.
+	own, _ := os.ReadFile("/proc/self/comm")
+	process(15, strings.TrimSpace(string(own)), "0::/", "", host)
+	process(16, "nvidia-persiste", "0::/", "", host, other)
+	foreign := map[int][]nvidia.Process{3: append(want, nvidia.Process{PID: 14, Name: "ourselves"}), 4: {{PID: 12, Name: "elsewhere"}}}
+	if err := os.Remove(filepath.Join(root, "proc", "self")); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(foreign, Foreign(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})); diff != "" {
 		t.Error(diff)
 	}
 	if text := want[1].String(); text != "python (process 11, Pod 1b4e28ba-2fa1-11d2-883f-0016d3cca427)" {

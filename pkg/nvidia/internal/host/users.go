@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -26,9 +27,9 @@ type DeviceNodes struct {
 	// like is a part of the paths of all such device nodes. Other files are not examined, because
 	// they may be on a hung file system.
 	like string
-	// name is a part of the device node's path. Memory mappings show a path and no device number,
-	// so name is needed to find them. It is empty for device nodes that processes do not map.
-	name string
+	// names are parts of the device nodes' paths. Memory mappings show a path and no device number, so
+	// names are needed to find them. Device nodes that processes do not map have none.
+	names []string
 }
 
 // likeNVIDIA and likeVFIO are in the paths of all device nodes of NVIDIA's driver and of VFIO.
@@ -37,10 +38,14 @@ const (
 	likeVFIO   = "/vfio/"
 )
 
-// GPUNode describes the device node of a GPU.
-func GPUNode(minor int) DeviceNodes {
-	numbers := map[uint64]bool{unix.Mkdev(majorNVIDIA, uint32(minor)): true} //nolint:gosec // NVML's own number
-	return DeviceNodes{numbers, likeNVIDIA, fmt.Sprintf("nvidia%d", minor)}
+// GPUNodes describes the device nodes of GPUs.
+func GPUNodes(minors ...int) DeviceNodes {
+	nodes := DeviceNodes{numbers: map[uint64]bool{}, like: likeNVIDIA}
+	for _, minor := range minors {
+		nodes.numbers[unix.Mkdev(majorNVIDIA, uint32(minor))] = true //nolint:gosec // NVML's own number
+		nodes.names = append(nodes.names, fmt.Sprintf("nvidia%d", minor))
+	}
+	return nodes
 }
 
 // Minor returns the N of the device node nvidiaN of a card that NVIDIA's driver has.
@@ -98,11 +103,17 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 		if err != nil || e.Name() == self {
 			continue
 		}
-		if dir := filepath.Join(p.Proc, e.Name()); of.openIn(dir) || of.mappedIn(dir) {
+		if Uses(p, uint32(pid), of) {
 			found = append(found, ProcessOf(p, uint32(pid)))
 		}
 	}
 	return found
+}
+
+// Uses reports whether a process of the host has one of the device nodes open or mapped.
+func Uses(p nvidia.Paths, pid uint32, of DeviceNodes) bool {
+	dir := filepath.Join(p.Proc, fmt.Sprint(pid))
+	return of.openIn(dir) || of.mappedIn(dir)
 }
 
 // openIn reports whether a process has one of the device nodes open. process is its /proc
@@ -126,11 +137,11 @@ func (n DeviceNodes) openIn(process string) bool {
 // mappedIn reports whether a process maps one of the device nodes into memory. process is its /proc
 // directory. A process may keep a mapping after it has closed the file.
 func (n DeviceNodes) mappedIn(process string) bool {
-	if n.name == "" {
+	if len(n.names) == 0 {
 		return false
 	}
 	maps, _ := os.ReadFile(filepath.Join(process, "maps"))
-	return strings.Contains(string(maps), "/"+n.name+"\n")
+	return slices.ContainsFunc(n.names, func(name string) bool { return strings.Contains(string(maps), "/"+name+"\n") })
 }
 
 // ProcessOf returns PID, name and Pod of a process of the host.

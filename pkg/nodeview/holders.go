@@ -1,0 +1,97 @@
+package nodeview
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// holdersInterval is how often Holders looks. It reads the open files of all processes of the host.
+const holdersInterval = 15 * time.Second
+
+// Holders finds the GPUs that no virtual machine can get now, because a process has them open
+// although no claim has them. A GPU cannot be bound to VFIO while it is open.
+type Holders struct {
+	Node *Node
+	// Foreign returns the processes that have these GPUs open, by minor number. The plugin's own are
+	// not among them.
+	Foreign func(minors []int) map[int][]nvidia.Process
+	// InUse reports whether a claim has the GPU or a part of it.
+	InUse func(gpu string) (bool, error)
+}
+
+// Run looks until the context ends.
+func (h Holders) Run(ctx context.Context) {
+	tick := time.NewTicker(holdersInterval)
+	defer tick.Stop()
+	for {
+		h.Node.setHeld(ctx, h.look())
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+// look returns the held GPUs with the processes that hold them.
+func (h Holders) look() map[device.PCIAddress]string {
+	held, candidates := map[device.PCIAddress]string{}, map[int]device.PCIAddress{}
+	for _, g := range h.Node.offeredToMachines() {
+		if used, err := h.InUse(g.WholeName()); err == nil && !used {
+			candidates[g.Minor] = g.PCIAddress
+		}
+	}
+	if len(candidates) == 0 {
+		return held
+	}
+	for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
+		held[candidates[minor]] = fmt.Sprint(processes)
+	}
+	return held
+}
+
+// offeredToMachines returns the GPUs that NVIDIA's driver has and that virtual machines may get.
+func (n *Node) offeredToMachines() (gpus []device.GPU) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, g := range n.view.Load().Preparable.Node.GPUs {
+		if n.passes(g.GPU) && !g.PassthroughOnly() && !g.Passthrough.BoundByAdmin {
+			gpus = append(gpus, g.GPU)
+		}
+	}
+	return gpus
+}
+
+// setHeld sets which GPUs are held, and by which processes.
+func (n *Node) setHeld(ctx context.Context, by map[device.PCIAddress]string) {
+	logger := klog.FromContext(ctx)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var held map[device.PCIAddress]time.Time // nil if none is, so that the View stays the same
+	for address, processes := range by {
+		since, known := n.held[address]
+		if !known {
+			since = time.Now()
+			logger.Info("GPU cannot be passed to a virtual machine while processes have it open", "gpu", address.WholeName(), "processes", processes)
+		}
+		if held == nil {
+			held = map[device.PCIAddress]time.Time{}
+		}
+		held[address] = since
+	}
+	for address := range n.held {
+		if _, still := held[address]; !still {
+			logger.Info("GPU can be passed to a virtual machine again", "gpu", address.WholeName())
+		}
+	}
+	n.held = held
+	n.update()
+}

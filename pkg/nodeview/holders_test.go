@@ -1,0 +1,83 @@
+package nodeview
+
+import (
+	"errors"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/utils/ptr"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// The plugin asks only about GPUs that a virtual machine could get, and only while no claim has them.
+func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
+	machine := func(a device.PCIAddress, minor int) nvidia.GPU {
+		g := gpu(a)
+		g.Minor, g.Passthrough = minor, &device.Passthrough{HasDriver: true}
+		return nvidia.GPU{GPU: g}
+	}
+	plain := machine("0000:99:00.0", 2)
+	plain.Passthrough = nil
+	bound := machine("0000:aa:00.0", 3)
+	bound.Passthrough.BoundByAdmin = true
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
+			GPUs: []nvidia.GPU{machine(first, 7), machine(second, 1), plain, bound, machine("0000:bb:00.0", 4)},
+		}})
+		n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+		var asked []int
+		var claimErr error
+		used, began := map[string]bool{second.WholeName(): true}, time.Now()
+		processes := map[int][]nvidia.Process{7: {{PID: 77, Name: "python"}}}
+		go Holders{
+			Node: n,
+			Foreign: func(minors []int) map[int][]nvidia.Process {
+				asked = minors
+				return processes
+			},
+			InUse: func(gpu string) (bool, error) { return used[gpu], claimErr },
+		}.Run(t.Context())
+		look := func() []device.PCIAddress {
+			asked = nil
+			<-time.After(holdersInterval)
+			synctest.Wait()
+			var held []device.PCIAddress
+			for a, since := range n.View().Held {
+				held = append(held, a)
+				if !since.After(began) {
+					t.Errorf("%s is held since %s", a, since)
+				}
+			}
+			return held
+		}
+		generation := n.View().Generation
+		if held := look(); len(held) > 0 || len(asked) > 0 || n.View().Generation != generation {
+			t.Errorf("passthrough is off: asked for %v, held %v", asked, held)
+		}
+		rules := []device.PassthroughRule{{GPUs: "0000:bb:00.0", Enabled: ptr.To(false)}}
+		n.SetConfigured(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true), Rules: rules}))
+		n.SetNodePolicies(device.Policies{})
+		if held := look(); !slices.Equal(held, []device.PCIAddress{first}) || !slices.Equal(asked, []int{7}) {
+			t.Errorf("asked for %v, held %v", asked, held)
+		}
+		since := n.View().Held[first]
+		if look(); !n.View().Held[first].Equal(since) {
+			t.Error("a second look changes since when the GPU is held")
+		}
+		claimErr = errors.New("unreadable")
+		if held := look(); len(held) > 0 || len(asked) > 0 {
+			t.Errorf("a claim may have the GPU: asked for %v, held %v", asked, held)
+		}
+		claimErr = nil
+		look()
+		processes = nil
+		if held := look(); len(held) > 0 {
+			t.Errorf("held after the process ended: %v", held)
+		}
+	})
+}
