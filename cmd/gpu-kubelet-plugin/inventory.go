@@ -59,7 +59,10 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 		return fmt.Errorf("find the program that scans the GPUs: %w", err)
 	}
 	node, err := scan.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
-	if err != nil {
+	var unready *nvidia.NotReadyError
+	if errors.As(err, &unready) && len(unready.Passthrough) > 0 { // virtual machines need no NVIDIA driver
+		node = nvidia.Node{Passthrough: unready.Passthrough, Problems: []nvidia.Problem{{Message: unready.Error()}}}
+	} else if err != nil {
 		return fmt.Errorf("%w: %w", errOffersNothing, err)
 	}
 	if _, known := cfg.Settings.Configurations[configuration]; !known && configuration != settings.Default {
@@ -135,9 +138,9 @@ func show(out io.Writer, format, nodeName string, p preview.Offer, recordsErr er
 		}
 		notes = "# " + strings.ReplaceAll(strings.TrimSpace(notes), "\n", "\n# ") + "\n"
 	case "cdi":
-		return writeCDI(out, p.Node)
+		return writeCDI(out, listed(p.Node))
 	case "model":
-		return preview.ModelOf(p.Node).Write(out)
+		return preview.ModelOf(listed(p.Node)).Write(out)
 	default:
 		if err := preview.WriteTable(out, p); err != nil {
 			return err
@@ -146,6 +149,12 @@ func show(out io.Writer, format, nodeName string, p preview.Offer, recordsErr er
 	}
 	_, err := fmt.Fprint(out, notes)
 	return err
+}
+
+// listed returns the node without the GPUs that NVML does not list.
+func listed(node nvidia.Node) nvidia.Node {
+	node.GPUs = slices.DeleteFunc(slices.Clone(node.GPUs), func(g nvidia.GPU) bool { return g.PassthroughOnly() })
+	return node
 }
 
 // previewClaim stands for a claim's UID in the CDI specs that the command inventory prints.

@@ -80,6 +80,30 @@ func TestInventoryWithoutDriverSaysWhatToDo(t *testing.T) {
 	}
 }
 
+func TestInventoryWithoutDriverOffersGPUsToVirtualMachines(t *testing.T) {
+	root := t.TempDir()
+	pciDevice(t, root, "0000:1b:00.0", "0x10de", "0x030200")
+	dir := filepath.Join(root, "sys/bus/pci/devices/0000:1b:00.0")
+	group := filepath.Join(root, "sys/kernel/iommu_groups/7")
+	must := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(os.MkdirAll(filepath.Join(group, "devices"), 0o750))
+	must(os.Symlink(group, filepath.Join(dir, "iommu_group")))
+	for name, text := range map[string]string{"device": "0x2330", "reset_method": "flr", "driver_override": "(null)", "modalias": "pci:v1"} {
+		must(os.WriteFile(filepath.Join(dir, name), []byte(text+"\n"), 0o600))
+	}
+	settings := filepath.Join(root, "settings.yaml")
+	must(os.WriteFile(settings, []byte("passthrough:\n  enabled: true\n"), 0o600))
+	out, errOut, code := inventoryOf(t, root, "--settings", settings)
+	if code != 0 || !strings.Contains(out, "1 x whole for a virtual machine") || !strings.Contains(out, "NVIDIA's driver is missing") ||
+		!strings.Contains(out, "install the NVIDIA driver") {
+		t.Errorf("%d: %s%s", code, out, errOut)
+	}
+}
+
 func TestInventoryRefusesAnUnknownFormat(t *testing.T) {
 	if _, errOut, code := inventoryOf(t, t.TempDir(), "-o", "xml"); code != exitUsage || !strings.Contains(errOut, "neither table nor yaml") {
 		t.Errorf("%d: %s", code, errOut)

@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// The plugin asks only about GPUs that a virtual machine could get, and only while no claim has them.
+// The plugin asks only about GPUs that a virtual machine could get, while no claim has them.
 func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 	machine := func(a device.PCIAddress, minor int) nvidia.GPU {
 		g := gpu(a)

@@ -31,6 +31,8 @@ type Records interface {
 	// SharedDevices returns the names of the devices of which claims have shares. The value is true if
 	// MPS limits the memory and compute units of these shares.
 	SharedDevices() (map[string]bool, error)
+	// InUse reports whether a claim has the GPU or a part of it.
+	InUse(gpu string) (bool, error)
 }
 
 // Offer is what a node would offer to a cluster with all DRA features. It is for people to read.
@@ -48,6 +50,8 @@ type Offer struct {
 	// offered than the configuration asks for. The keys of both are the names of the GPUs.
 	owned   map[string][]device.Instance
 	reasons map[string][]string
+	// unlisted says of the GPUs that NVML does not list whether virtual machines can get them.
+	unlisted []string
 }
 
 // Offer returns what the node would offer under the rules.
@@ -60,6 +64,10 @@ func (r Rules) Offer(node nvidia.Node) (Offer, error) {
 			return p, fmt.Errorf("list the shares that claims hold: %w", err)
 		}
 	}
+	if err := p.addUnlisted(r); err != nil {
+		return p, err
+	}
+	node = p.Node
 	offerings := make([]device.Offering, len(node.GPUs))
 	for i, g := range node.GPUs {
 		name := g.WholeName()
@@ -124,6 +132,9 @@ func (p Offer) offered(g device.GPU) (kinds []string, devices map[string]int) {
 func kind(s device.Shape, d device.Driver) string {
 	published := s.Device(d)
 	of := "whole"
+	if _, passed := s.(device.VFIO); passed {
+		of = "whole for a virtual machine"
+	}
 	if profile := published.Attributes["profile"].StringValue; profile != nil {
 		of = *profile
 	}

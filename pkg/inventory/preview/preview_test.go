@@ -43,8 +43,9 @@ func configured(t *testing.T, policies, shares string) Rules {
 }
 
 // records acts as the claims' checkpoint records. Claims own the MIG instances with these IDs, and
-// have shares of these devices.
+// have shares of these devices. inUse is the GPU that a claim has.
 type records struct {
+	inUse     string
 	instances []uint32
 	shares    map[string]bool
 	err       error
@@ -59,6 +60,8 @@ func (r records) OwnedInstances(_ string, all []device.Instance) ([]device.Insta
 	}
 	return ours, r.err
 }
+
+func (r records) InUse(gpu string) (bool, error) { return gpu == r.inUse, nil }
 
 func (r records) SharedDevices() (map[string]bool, error) { return r.shares, nil }
 

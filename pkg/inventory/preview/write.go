@@ -22,7 +22,7 @@ import (
 func WriteTable(out io.Writer, p Offer) error {
 	node := p.Node
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(w, "Driver %s, CUDA %s\n\n", node.Driver.Version, cmp.Or(node.Driver.CUDAVersion, "unknown"))
+	fmt.Fprintf(w, "Driver %s, CUDA %s\n\n", cmp.Or(node.Driver.Version, "missing"), cmp.Or(node.Driver.CUDAVersion, "unknown"))
 	if len(node.GPUs) > 0 {
 		fmt.Fprintln(w, "NAME\tPRODUCT\tMEMORY\tNUMA\tPCIE ROOT\tMINOR\tUUID")
 	}
@@ -36,8 +36,12 @@ func WriteTable(out io.Writer, p Offer) error {
 			//nolint:gosec // no card has 8 EiB
 			memory = resource.NewQuantity(int64(g.MemoryBytes), resource.BinarySI).String()
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%d\t%s\n",
-			g.WholeName(), g.ProductName, memory, numa, cmp.Or(g.PCIeRoot, "-"), g.Minor, g.UUID)
+		minor := strconv.Itoa(g.Minor)
+		if g.PassthroughOnly() {
+			minor = "-"
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n",
+			g.WholeName(), cmp.Or(g.ProductName, "-"), memory, numa, cmp.Or(g.PCIeRoot, "-"), minor, cmp.Or(g.UUID, "-"))
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -46,6 +50,9 @@ func WriteTable(out io.Writer, p Offer) error {
 		return err
 	}
 	if err := writeOffer(out, p); err != nil {
+		return err
+	}
+	if err := writeUnlisted(out, p); err != nil {
 		return err
 	}
 	var why []string
