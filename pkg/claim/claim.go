@@ -74,7 +74,7 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 		return a, errors.New("the claim is not allocated")
 	}
 	devices := &c.Status.Allocation.Devices
-	configs, err := decode(devices.Config, driver)
+	configs, err := decode(devices.Config, c.Spec.Devices.Config, driver)
 	if err != nil {
 		return a, err
 	}
@@ -112,18 +112,22 @@ type entry struct {
 }
 
 // decode reads every configuration entry for the driver. It also reads entries that apply to no
-// result, so that the first Pod with the claim already shows a mistake in them.
-func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) ([]entry, error) {
+// result, so that the first Pod with the claim already shows a mistake in them. wanted are the
+// entries of the claim's spec.
+func decode(configs []resourceapi.DeviceAllocationConfiguration, wanted []resourceapi.DeviceClaimConfiguration, driver string) ([]entry, error) {
 	var entries []entry
 	for i := range configs {
-		c := &configs[i]
+		c := configs[i]
 		if c.Opaque == nil || c.Opaque.Driver != driver {
 			continue
+		}
+		if len(c.Requests) == 0 && c.Source == resourceapi.AllocationConfigSourceClaim {
+			c.Requests = namedRequests(wanted, c.Opaque)
 		}
 		e := entry{
 			requests:  c.Requests,
 			fromClaim: c.Source == resourceapi.AllocationConfigSourceClaim,
-			origin:    origin(c),
+			origin:    origin(&c),
 			group:     groupOf(configs[:i+1], driver),
 		}
 		config, err := v1beta1.Decode(c.Opaque.Parameters.Raw)
@@ -138,6 +142,22 @@ func decode(configs []resourceapi.DeviceAllocationConfiguration, driver string) 
 		entries = append(entries, e)
 	}
 	return entries, nil
+}
+
+// namedRequests returns the requests for which the claim's author wrote a configuration that the
+// allocation has for all. From Kubernetes 1.37 on, the scheduler clears the names if they are all
+// of the claim's.
+func namedRequests(wanted []resourceapi.DeviceClaimConfiguration, opaque *resourceapi.OpaqueDeviceConfiguration) (names []string) {
+	for _, w := range wanted {
+		if w.Opaque == nil || w.Opaque.Driver != opaque.Driver || !bytes.Equal(w.Opaque.Parameters.Raw, opaque.Parameters.Raw) {
+			continue
+		}
+		if len(w.Requests) == 0 {
+			return nil
+		}
+		names = w.Requests
+	}
+	return names
 }
 
 // groupOf returns the group of the last entry in configs, which is normally the entry's index. But

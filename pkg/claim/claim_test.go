@@ -136,6 +136,24 @@ func TestEffectiveConfiguration(t *testing.T) {
 	}
 }
 
+// clearedRequests returns a claim with a MigDeviceConfig for each element of wanted, which has the
+// requests that the entry names. As Kubernetes 1.37 does, the allocation has one for all requests.
+func clearedRequests(results []resourceapi.DeviceRequestAllocationResult, wanted ...[]string) *resourceapi.ResourceClaim {
+	c := newClaim(results, config(theClaim, kind("MigDeviceConfig")))
+	for _, requests := range wanted {
+		of := config(theClaim, kind("MigDeviceConfig")).DeviceConfiguration
+		c.Spec.Devices.Config = append(c.Spec.Devices.Config, resourceapi.DeviceClaimConfiguration{Requests: requests, DeviceConfiguration: of})
+	}
+	return c
+}
+
+func TestReadSkipsAnotherKindForAllRequests(t *testing.T) {
+	got, err := Read(clearedRequests([]resourceapi.DeviceRequestAllocationResult{allocated("r", gpu0)}, []string{"r"}, nil), driver)
+	if err != nil || got.Results[0].Config.Kind() != "GpuConfig" {
+		t.Errorf("got %+v, %v", got, err)
+	}
+}
+
 func TestReadErrors(t *testing.T) {
 	results := []resourceapi.DeviceRequestAllocationResult{allocated("r", gpu0)}
 	unallocated := newClaim(nil)
@@ -155,6 +173,8 @@ func TestReadErrors(t *testing.T) {
 			[]string{"shraing"}},
 		{"wrong kind for its request", newClaim(results, config(theClaim, kind("MigDeviceConfig"), "r")),
 			[]string{"request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
+		{"wrong kind for its request, whose name the scheduler cleared", clearedRequests(results, []string{"r"}),
+			[]string{"configuration for request r", "MigDeviceConfig", gpu0, "GpuConfig"}},
 		{"passthrough kind for its request", newClaim(results, config(theClaim, kind("VfioDeviceConfig"), "r")),
 			[]string{"request r", "VfioDeviceConfig", gpu0, "GpuConfig"}},
 		{"too long", newClaim(results, config(theClaim, strings.Repeat(" ", resourceapi.OpaqueParametersMaxLength+1))),
