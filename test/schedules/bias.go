@@ -50,7 +50,8 @@ var biases = map[faultPoint]bias{
 	"holder: set aside":         {often: 60, corrupt: 40, corruptDir: "holder", claimKinds: sharers},
 	"quarantine: sync":          {often: 60, corrupt: 25, corruptDir: "record"},
 	"record: remove unfinished": {often: 40, before: cell{"record: create", fails}},
-	"holder: remove unfinished": {often: 40, before: cell{"holder: create", fails}, claimKinds: sharers},
+	// An unfinished holder file outlives its claim only if the claim's record is damaged as well.
+	"holder: remove unfinished": {often: 60, before: cell{"holder: create", fails}, corrupt: 40, corruptDir: "record", claimKinds: sharers},
 	"mark: remove unfinished":   {often: 60, before: cell{"mark: create", fails}, claimKinds: modeChangers, fewClaims: true},
 	"mark: remove":              {often: 60, claimKinds: modeChangers, fewClaims: true},
 	modeOff:                     {often: 90, claimKinds: modeChangers, fewClaims: true},
