@@ -51,10 +51,7 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	defer fail(nil)
 	m := metrics.New(version)
 	probe := driver.NewProbe()
-	if err := errors.Join(
-		driver.ServeHTTP(ctx, cfg.HTTPAddress, probe, m.Registry, fail),
-		driver.ServeGRPCHealth(ctx, cfg.GRPCHealthAddress, probe, fail),
-	); err != nil {
+	if err := driver.ServeHTTP(ctx, cfg.HTTPAddress, probe, m.Registry, fail); err != nil {
 		return err
 	}
 	if err := awaitDevice(ctx, cfg.SysfsRoot, probe); err != nil {

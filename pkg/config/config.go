@@ -86,13 +86,8 @@ func (c *Config) Validate() error {
 			wrong("driver-dirs", "%q is not an absolute path of a directory below /", dir)
 		}
 	}
-	for flag, address := range map[string]string{"http-address": c.HTTPAddress, "grpc-health-address": c.GRPCHealthAddress} {
-		if address == "" {
-			continue
-		}
-		if _, _, err := net.SplitHostPort(address); err != nil {
-			wrong(flag, "%q is not host:port: %w", address, err)
-		}
+	if _, _, err := net.SplitHostPort(c.HTTPAddress); c.HTTPAddress != "" && err != nil {
+		wrong("http-address", "%q is not host:port: %w", c.HTTPAddress, err)
 	}
 	if err := c.Settings.Validate(); err != nil {
 		wrong("settings", "%w", err)

@@ -130,8 +130,8 @@ func TestRequireNodeNeedsNodeName(t *testing.T) {
 }
 
 func TestFieldEnvAndKey(t *testing.T) {
-	f := Field{Name: "grpc-health-address"}
-	if f.Env() != "GPU_DRA_GRPC_HEALTH_ADDRESS" || f.Key() != "grpcHealthAddress" {
+	f := Field{Name: "kube-api-qps"}
+	if f.Env() != "GPU_DRA_KUBE_API_QPS" || f.Key() != "kubeApiQps" {
 		t.Errorf("%s, %s", f.Env(), f.Key())
 	}
 }

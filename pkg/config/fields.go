@@ -51,12 +51,11 @@ type Config struct {
 	// same node: ConflictRefuse or ConflictWarn.
 	DevicePluginConflict string
 
-	HTTPAddress       string
-	GRPCHealthAddress string
-	KubeAPIQPS        float64
-	KubeAPIBurst      int
-	Verbosity         int
-	LoggingFormat     string
+	HTTPAddress   string
+	KubeAPIQPS    float64
+	KubeAPIBurst  int
+	Verbosity     int
+	LoggingFormat string
 }
 
 // Default returns the configuration for a plain host: the NVIDIA driver is installed in the host's
@@ -170,7 +169,6 @@ func (c *Config) Fields() []Field {
 			"claims that were prepared with such files keep them")
 
 	str(&c.HTTPAddress, "http-address", "host:port for /livez, /readyz and /metrics; empty means off")
-	str(&c.GRPCHealthAddress, "grpc-health-address", "host:port for the gRPC health service (grpc.health.v1); empty means off")
 	float(&c.KubeAPIQPS, "kube-api-qps", "sustained requests per second to the API server")
 	num(&c.KubeAPIBurst, "kube-api-burst", "requests to the API server in a burst; each Prepare sends one request per claim")
 	num(&c.Verbosity, "v", "log verbosity: 0 tells an operator what changed, 4 tells a developer how")

@@ -11,10 +11,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
-	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
 )
 
@@ -53,24 +49,18 @@ func ServeHTTP(
 	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
 	mux.Handle("/livez", probeHandler(probe.isLive))
 	mux.Handle("/readyz", probeHandler(probe.isReady))
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
-	context.AfterFunc(ctx, func() { _ = server.Close() })
-	return serveOn(ctx, address, "probes and metrics (--http-address)", server.Serve, failed)
-}
-
-// serveOn listens on address and serves what until the server is closed. It calls failed if serving
-// fails.
-func serveOn(ctx context.Context, address, what string, serve func(net.Listener) error, failed func(error)) error {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", address)
 	if err != nil {
-		return fmt.Errorf("listen for %s: %w", what, err)
+		return fmt.Errorf("listen for probes and metrics (--http-address): %w", err)
 	}
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	context.AfterFunc(ctx, func() { _ = server.Close() })
 	go func() {
-		if err := serve(listener); err != nil && !errors.Is(err, http.ErrServerClosed) {
-			failed(fmt.Errorf("serve %s: %w", what, err))
+		if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			failed(fmt.Errorf("serve probes and metrics (--http-address): %w", err))
 		}
 	}()
-	klog.FromContext(ctx).Info("Serving "+what, "address", listener.Addr().String())
+	klog.FromContext(ctx).Info("Serving probes and metrics", "address", listener.Addr().String())
 	return nil
 }
 
@@ -82,39 +72,4 @@ func probeHandler(check func(context.Context) error) http.Handler {
 		}
 		_, _ = w.Write([]byte("ok\n"))
 	})
-}
-
-// ServeGRPCHealth serves grpc.health.v1 on address until the context ends. The services "" and
-// "readiness" report readiness, the service "liveness" reports liveness. It calls failed if serving
-// fails later.
-func ServeGRPCHealth(ctx context.Context, address string, probe *Probe, failed func(error)) error {
-	if address == "" {
-		return nil
-	}
-	server := grpc.NewServer()
-	healthpb.RegisterHealthServer(server, &grpcHealth{probe: probe})
-	context.AfterFunc(ctx, server.Stop)
-	return serveOn(ctx, address, "the gRPC health service (--grpc-health-address)", server.Serve, failed)
-}
-
-type grpcHealth struct {
-	healthpb.UnimplementedHealthServer
-	probe *Probe
-}
-
-func (h *grpcHealth) Check(ctx context.Context, req *healthpb.HealthCheckRequest) (*healthpb.HealthCheckResponse, error) {
-	var serving bool
-	switch req.GetService() {
-	case "", "readiness":
-		serving = h.probe.isReady(ctx) == nil
-	case "liveness":
-		serving = h.probe.isLive(ctx) == nil
-	default:
-		return nil, status.Errorf(codes.NotFound, "service %q: want \"\", readiness or liveness", req.GetService())
-	}
-	answer := healthpb.HealthCheckResponse_NOT_SERVING
-	if serving {
-		answer = healthpb.HealthCheckResponse_SERVING
-	}
-	return &healthpb.HealthCheckResponse{Status: answer}, nil
 }

@@ -2,18 +2,11 @@ package driver
 
 import (
 	"context"
-	"errors"
 	"io"
 	"net"
 	"net/http"
 	"strings"
 	"testing"
-
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
-	"google.golang.org/grpc/status"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
@@ -68,33 +61,5 @@ func TestProbesOverHTTP(t *testing.T) {
 	err := ServeHTTP(t.Context(), address, probe, metrics.New("").Registry, failed)
 	if err == nil || !strings.Contains(err.Error(), "--http-address") {
 		t.Errorf("a taken port: %v", err)
-	}
-}
-
-func TestProbesOverGRPC(t *testing.T) {
-	probe := NewProbe()
-	address := freeAddress(t)
-	if err := ServeGRPCHealth(t.Context(), address, probe, func(err error) { t.Errorf("stopped early: %v", err) }); err != nil {
-		t.Fatal(err)
-	}
-	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = conn.Close() }()
-	check := func(service string) healthpb.HealthCheckResponse_ServingStatus {
-		answer, err := healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: service})
-		if err != nil {
-			t.Fatal(err)
-		}
-		return answer.GetStatus()
-	}
-	probe.Set(func(context.Context) error { return nil }, func(context.Context) error { return errors.New("no driver") })
-	if check("liveness") != healthpb.HealthCheckResponse_SERVING || check("readiness") != healthpb.HealthCheckResponse_NOT_SERVING {
-		t.Error("want live and not ready")
-	}
-	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{Service: "other"})
-	if status.Code(err) != codes.NotFound {
-		t.Errorf("an unknown service: %v", err)
 	}
 }

@@ -43,7 +43,7 @@ var everything = []string{
 	"--set", "image.digest=sha256:" + strings.Repeat("0a", 32), "--set", "imagePullSecrets[0].name=pull",
 	"--set", "driverRoot=/run/nvidia/driver", "--set", "devRoot=/driver-root/driver", "--set", "hookPath=/opt/nvidia/bin/nvidia-cdi-hook",
 	"--set", "kubeletRootDir=/var/lib/k0s/kubelet", "--set", "criSocket=/run/k0s/containerd.sock",
-	"--set", "nodeSelector.gpu=yes", "--set", "extraArgs[0]=--grpc-health-address=:8081", "--set", "extraEnv[0].name=A", "--set",
+	"--set", "nodeSelector.gpu=yes", "--set", "extraArgs[0]=--claim-grace=10m", "--set", "extraEnv[0].name=A", "--set",
 	"extraEnv[0].value=b",
 	"--set", "extraVolumes[0].name=more", "--set", "extraVolumes[0].hostPath.path=/more",
 	"--set", "extraVolumeMounts[0].name=more", "--set", "extraVolumeMounts[0].mountPath=/more",
