@@ -7,8 +7,9 @@
 // container has devices of the claim. If it cannot be sure, it keeps the devices and writes an
 // Event. A lookup that fails neither starts nor resets a claim's grace period.
 //
-// The package does not decide why a claim counts as orphaned, and does not unprepare it: package
-// prepare does.
+// An allocated claim is no orphan, even if no Pod reserves it: the kubelet may start its next Pod
+// without another Prepare. Package ledger decides which claim is an orphan, and package reconcile
+// unprepares it.
 package claimgc
 
 import (

@@ -3,11 +3,11 @@
 //
 // A [GPU] is a physical card as the last scan of the hardware reported it. Its [MIG] field lists
 // the profiles that the card supports and the MIG instances that it has. A [Shape] is one way to
-// offer a card to the scheduler: as a whole ([Whole]), as a partition ([Partition]) or in shares
-// ([Shared]). Each shape has a device name and returns its resourceapi.Device. [Decide] chooses in
-// which of these ways one card is offered. [Offer] lists the resulting devices of all GPUs of a
-// node, in the order that suits the scheduler's first-fit allocation. [Slices] splits that list to
-// fit the API's limits.
+// offer a card to the scheduler: as a whole ([Whole]), to a virtual machine ([VFIO]), as a
+// partition ([Partition]) or in shares ([Shared]). Each shape has a device name and returns its
+// resourceapi.Device. [Decide] chooses in which of these ways one card is offered. [Offer] lists
+// the resulting devices of all GPUs of a node, in the order that suits the scheduler's first-fit
+// allocation. [Slices] splits that list to fit the API's limits.
 //
 // Devices of one card may overlap: its [Policy] may offer the whole GPU and every partition at
 // once. Shared counters then keep the scheduler from allocating overlapping devices. These counters

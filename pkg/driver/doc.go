@@ -2,8 +2,9 @@
 // with the kubelet, answers the kubelet's calls and publishes the node's devices.
 //
 // During a rolling update several plugin instances run on one node. All of them answer the kubelet.
-// Their shared state is on disk behind flocks, so they cannot disagree. Only the leader, the plugin
-// instance with the leader lock, writes ResourceSlices. The leader hands over to a newer instance.
+// Their shared state is on disk behind file locks, so they cannot disagree. Only the leader, the
+// plugin instance with the leader lock, writes ResourceSlices. The leader hands over to a newer
+// instance.
 //
 // A plugin instance registers after it has read the claims' checkpoint records and scanned the
 // hardware once, whatever the scan's result. Hung hardware delays the registration by a few seconds

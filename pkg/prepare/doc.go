@@ -10,8 +10,8 @@
 //   - If Prepare succeeds, it has verified in that call that device nodes, mount sources, CDI
 //     specs, the record and partitions exist.
 //   - A repeated Prepare verifies them again and repairs them.
-//   - While one claim uses a device for itself, every other claim is refused after a short wait.
-//     The error names the claim that uses the device.
+//   - While one claim uses a device for itself, every other claim is refused after a short wait
+//     without locks. The error names the claim that uses the device.
 //   - If a claim comes with another allocation, Prepare first gives the old devices back.
 //   - Unprepare needs no GPU driver unless the claim's steps changed hardware.
 //   - Calls for one claim run one after another. Calls for different GPUs run concurrently.
@@ -64,8 +64,8 @@
 //
 // # Whole GPUs
 //
-// A Prepare of whole GPUs uses the inventory and reads no hardware, with one exception. If a GPU's
+// A Prepare of whole GPUs uses the inventory and reads no hardware, with two exceptions. If a GPU's
 // MIG mode may be enabled, by the inventory or by a mark of this driver on disk, Prepare reads the
-// GPU and disables the mode. A claim that does not share its devices costs no hardware access and
-// no file for sharing.
+// GPU and disables the mode. For a virtual machine it also binds the GPU to VFIO. A claim that does
+// not share its devices costs no hardware access and no file for sharing.
 package prepare

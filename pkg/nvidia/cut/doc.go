@@ -1,5 +1,5 @@
-// Package cut changes GPUs: their MIG mode, their MIG partitions, the compute mode and the time
-// slice.
+// Package cut changes GPUs: their MIG mode, their MIG partitions, the compute mode, the time slice
+// and the persistence mode.
 //
 // Each GPU has its own worker process, which calls [Serve] and ends when idle. The worker does
 // exactly what it is asked and reads the result back. It knows no claims: package prepare makes

@@ -1,5 +1,9 @@
 // Package cause classifies the errors of the transaction, for the metrics and for callers that
 // decide by the kind of an error. It also formats errors for the kubelet.
+//
+// The kubelet retries after every error. A retry helps after Held, NotReady and Canceled once the
+// obstacle is gone, after Record and Step if the disk or the hardware recovers, and after Claim and
+// Device rarely. It never helps after an error that [Permanent] marks: an operator must act.
 package cause
 
 import (

@@ -10,5 +10,8 @@
 // and [Daemons]. The caller holds the locks of the claim and of its GPUs.
 //
 // To add a kind of step, write its file, list it in registry.go, and let the plan in package
-// prepare decide when a claim needs it.
+// prepare decide when a claim needs it. A setting of a GPU is a [Sharable] with a gpuSetting, as
+// [TimeSlice] is, and its calls are methods of Partitions, in package cut. Earlier versions cannot
+// revert the new kind, so its records and holder files need a higher MinReader: see laterSteps in
+// package checkpoint.
 package steps
