@@ -102,6 +102,11 @@ func (o Options) complete() (Options, error) {
 		gates = releaseOf(o.Kubernetes).featureGates()
 	}
 	maps.Copy(gates, o.FeatureGates)
+	for gate, needed := range gateNeeds {
+		if on, set := gates[needed]; gates[gate] && set && !on {
+			gates[gate] = false
+		}
+	}
 	o.FeatureGates = gates
 	taken := map[string]bool{controlPlane: true}
 	nodes := make([]NodeOptions, len(o.Nodes))

@@ -27,6 +27,10 @@ func TestOptionDefaults(t *testing.T) {
 	if gates := release.FeatureGates; err != nil || len(gates) != 1 || !gates["New"] {
 		t.Errorf("gates of a release as users get it are %v (%v), want only the caller's", gates, err)
 	}
+	without, err := Options{FeatureGates: map[string]bool{"DRAPartitionableDevices": false}}.complete()
+	if on, set := without.FeatureGates["DRADeviceCompatibilityGroups"]; err != nil || on || !set {
+		t.Errorf("a gate whose needed gate is off is %v (set: %v, %v), want off", on, set, err)
+	}
 	if empty, err := (Options{}).complete(); err != nil || len(empty.Nodes) != 1 {
 		t.Errorf("the zero value makes %d nodes (%v), want one", len(empty.Nodes), err)
 	}

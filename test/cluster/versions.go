@@ -65,6 +65,14 @@ var releases = []Release{
 	},
 }
 
+// gateNeeds says which other gate these gates need. Components of 1.37 do not start if a gate is on
+// and the other off.
+var gateNeeds = map[string]string{
+	"DRADeviceCompatibilityGroups": "DRAPartitionableDevices",
+	"DRADeviceTaintRules":          "DRADeviceTaints",
+	"DRAPartitionableDevicesType":  "DRAPartitionableDevices",
+}
+
 // containerds are the last release that many nodes in the field still have, and the one that
 // tools/go.mod pins.
 var containerds = []string{"v1.7.35", "v2.3.7"}
