@@ -35,33 +35,27 @@ const (
 	noVersion = "0.0.0"
 )
 
-// identity returns the GPU's UUID. A GPU that NVML does not list has its PCI address instead, so
-// that no two GPUs match each other by this attribute.
-func (g GPU) identity() string {
-	if g.PassthroughOnly() {
-		return "PCI-" + string(g.PCIAddress)
-	}
-	return g.UUID
-}
-
-type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
+// Attributes are the attributes of one device.
+type Attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
 // commonAttributes returns the attributes that all devices of a GPU have. The attribute parentUUID
-// is always the UUID of the GPU, even on the device for the whole GPU.
-func commonAttributes(g GPU, d Driver) attributes {
-	a := attributes{
-		"parentUUID":     text(g.identity()),
+// is always the UUID of the GPU, even on the device for the whole GPU. A GPU that NVML does not
+// list has its PCI address instead, so that no two GPUs match each other by this attribute.
+func commonAttributes(g GPU, d Driver) Attributes {
+	a := Attributes{
+		"parentUUID":     text(cmp.Or(g.UUID, "PCI-"+string(g.PCIAddress))),
 		AttrPCIBusID:     text(string(g.PCIAddress)),
 		"productName":    text(cmp.Or(g.ProductName, unknownFact)),
 		"brand":          text(cmp.Or(g.Brand, unknownFact)),
 		"architecture":   text(cmp.Or(g.Architecture, unknownFact)),
 		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
+
+		// CEL can compare semantic versions. The driver's own text ("580.65.06") is not one.
+		"cudaComputeCapability": semver(g.CUDAComputeCapability),
+		"driverVersion":         semver(d.Version),
+		"cudaDriverVersion":     semver(d.CUDAVersion),
+		"driverVersionString":   text(cmp.Or(d.Version, unknownFact)),
 	}
-	a.version("cudaComputeCapability", g.CUDAComputeCapability)
-	// CEL can compare semantic versions. The version as the driver writes it ("580.65.06") is not one.
-	a.version("driverVersion", d.Version)
-	a.version("cudaDriverVersion", d.CUDAVersion)
-	a["driverVersionString"] = text(cmp.Or(d.Version, unknownFact))
 	if g.PCIeRoot != "" {
 		a[AttrPCIeRoot] = text(g.PCIeRoot)
 	}
@@ -69,23 +63,6 @@ func commonAttributes(g GPU, d Driver) attributes {
 		a[AttrNUMANode] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(*g.NUMANode))}
 	}
 	return a
-}
-
-// AllocatedAttributes returns the attributes with which the device n of the GPU g is published.
-// fractions says which kind of shares a shared device has. A partition that the inventory does not
-// have yet has [UUIDNotCreated].
-func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
-	if n.Passthrough {
-		return VFIO{gpu: g}.Device(d).Attributes
-	}
-	of, _, known := g.shareable(n)
-	if !known {
-		of = Partition{gpu: g, part: *n.Partition}
-	}
-	if n.Share {
-		return Shared{of, Share{Fractions: fractions}}.Device(d).Attributes
-	}
-	return of.Device(d).Attributes
 }
 
 // text returns a string attribute. It truncates s to the API's limit, because one longer product
@@ -97,30 +74,22 @@ func text(s string) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{StringValue: ptr.To(s)}
 }
 
-func (a attributes) version(name resourceapi.QualifiedName, v string) {
-	s, err := Semver(v)
-	if err != nil {
-		s = noVersion
-	}
-	a[name] = resourceapi.DeviceAttribute{VersionValue: ptr.To(s)}
-}
-
-// Semver converts a dotted version of one to three numbers to strict semver: three numbers without
-// leading zeros. "580.65.06" becomes "580.65.6", and "13.0" becomes "13.0.0".
-func Semver(v string) (string, error) {
+// semver returns a version attribute: strict semver, made of a dotted version of one to three
+// numbers. "580.65.06" becomes "580.65.6", and "13.0" becomes "13.0.0". Anything else becomes
+// [noVersion].
+func semver(v string) resourceapi.DeviceAttribute {
 	parts := strings.Split(v, ".")
-	if len(parts) > 3 {
-		return "", fmt.Errorf("version %q: more than three numbers", v)
-	}
-	numbers := [3]uint64{}
+	numbers := make([]uint64, max(3, len(parts)))
+	var err error
 	for i, p := range parts {
-		n, err := strconv.ParseUint(p, 10, 32)
-		if err != nil {
-			return "", fmt.Errorf("version %q: %q is not a number", v, p)
+		if numbers[i], err = strconv.ParseUint(p, 10, 32); err != nil {
+			return resourceapi.DeviceAttribute{VersionValue: ptr.To(noVersion)}
 		}
-		numbers[i] = n
 	}
-	return fmt.Sprintf("%d.%d.%d", numbers[0], numbers[1], numbers[2]), nil
+	if len(numbers) > 3 {
+		return resourceapi.DeviceAttribute{VersionValue: ptr.To(noVersion)}
+	}
+	return resourceapi.DeviceAttribute{VersionValue: ptr.To(fmt.Sprintf("%d.%d.%d", numbers[0], numbers[1], numbers[2]))}
 }
 
 // perProduct returns the type of a partition for ResourcePoolStatusRequest: the text in what and

@@ -6,7 +6,6 @@ import (
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/utils/ptr"
 )
 
 // Partition is a part of a GPU that is offered as one device. It is either a placement where a GPU
@@ -31,19 +30,22 @@ func (p Partition) GPU() GPU     { return p.gpu }
 // Profile returns the name of the partition's profile as users write it, such as 1g.10gb.
 func (p Partition) Profile() string { return p.profile }
 
-// Device returns the device with the attributes by which a claim selects a partition, and those of
-// its GPU.
+// Attributes returns the attributes by which a claim selects a partition, and those of its GPU.
+func (p Partition) Attributes(d Driver) Attributes {
+	a := commonAttributes(p.gpu, d)
+	a["type"] = text("mig")
+	a["profile"] = text(p.profile)
+	a["profileID"] = number(p.part.ProfileID)
+	a["placementStart"] = number(p.at.Start)
+	a["placementSize"] = number(p.at.Size)
+	a["uuid"] = text(cmp.Or(p.uuid, UUIDNotCreated))
+	return a
+}
+
 func (p Partition) Device(d Driver) resourceapi.Device {
-	attributes := commonAttributes(p.gpu, d)
-	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("mig")}
-	attributes["profile"] = text(p.profile)
-	attributes["profileID"] = number(p.part.ProfileID)
-	attributes["placementStart"] = number(p.at.Start)
-	attributes["placementSize"] = number(p.at.Size)
-	attributes["uuid"] = text(cmp.Or(p.uuid, UUIDNotCreated))
 	return resourceapi.Device{
 		Name:             p.Name(),
-		Attributes:       attributes,
+		Attributes:       p.Attributes(d),
 		Capacity:         capacities(p.memory, p.engines),
 		ConsumesCounters: p.cost.consumed(p.gpu.WholeName()),
 	}

@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/utils/ptr"
 )
 
 // PolicyMode says what the plugin may do with the partitions of a GPU.
@@ -199,4 +200,53 @@ func (s selector) matches(g GPU) bool {
 		}
 	}
 	return false
+}
+
+// PassthroughSettings is the setting "passthrough": which GPUs are offered to virtual machines.
+type PassthroughSettings struct {
+	// Enabled applies to GPUs that no rule selects. Nil means false.
+	Enabled *bool `yaml:"enabled,omitempty"`
+	// Rules are for some GPUs. The last rule that selects a GPU applies.
+	Rules []PassthroughRule `yaml:"rules,omitempty"`
+}
+
+// PassthroughRule says whether the GPUs that GPUs selects are offered to virtual machines. A
+// selector is as in a [MIGRule].
+type PassthroughRule struct {
+	GPUs    string `yaml:"gpus,omitempty"`
+	Enabled *bool  `yaml:"enabled"`
+}
+
+// Any reports whether the settings offer any GPU to virtual machines.
+func (s PassthroughSettings) Any() bool {
+	return ptr.Deref(s.Enabled, false) ||
+		slices.ContainsFunc(s.Rules, func(r PassthroughRule) bool { return ptr.Deref(r.Enabled, false) })
+}
+
+type passthroughRule struct {
+	selector selector
+	enabled  bool
+}
+
+// Policies returns policies that say only which GPUs are offered to virtual machines, or the
+// invalid fields below at.
+func (s PassthroughSettings) Policies(at *field.Path) (Policies, field.ErrorList) {
+	var p Policies
+	var all field.ErrorList
+	if s.Enabled != nil {
+		p.passthrough = []passthroughRule{{"*", *s.Enabled}}
+	}
+	for i, r := range s.Rules {
+		at := at.Child("rules").Index(i)
+		selector, errs := parseSelector(at.Child("gpus"), r.GPUs)
+		all = append(all, errs...)
+		if r.Enabled == nil {
+			all = append(all, field.Required(at.Child("enabled"), "want true or false"))
+		}
+		p.passthrough = append(p.passthrough, passthroughRule{selector, ptr.Deref(r.Enabled, false)})
+	}
+	if len(all) > 0 {
+		return Policies{}, all
+	}
+	return p, nil
 }

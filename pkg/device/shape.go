@@ -1,7 +1,11 @@
 package device
 
 import (
+	"fmt"
+	"math"
+
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
 )
 
@@ -13,6 +17,8 @@ type Shape interface {
 	Name() string
 	// GPU returns the physical card of the device.
 	GPU() GPU
+	// Attributes returns the attributes with which the device is published.
+	Attributes(Driver) Attributes
 	// Device returns the device as published to the API server.
 	Device(Driver) resourceapi.Device
 	// partitionType returns a string that is the same for devices that cost the same counters,
@@ -50,17 +56,19 @@ var _ shareable = Whole{}
 func (w Whole) Name() string { return w.gpu.WholeName() }
 func (w Whole) GPU() GPU     { return w.gpu }
 
-// Device returns the device with the attributes by which claims select a GPU. parentUUID equals
-// uuid, so that a claim can match a whole GPU and a partition of one card by the same attribute.
+// Attributes returns the attributes by which claims select a GPU. parentUUID equals uuid, so that a
+// claim can match a whole GPU and a partition of one card by the same attribute.
+func (w Whole) Attributes(d Driver) Attributes {
+	a := commonAttributes(w.gpu, d)
+	a["type"], a["uuid"] = text("gpu"), text(w.gpu.UUID)
+	return a
+}
+
 func (w Whole) Device(d Driver) resourceapi.Device {
-	g := w.gpu
-	attributes := commonAttributes(g, d)
-	attributes["type"] = resourceapi.DeviceAttribute{StringValue: ptr.To("gpu")}
-	attributes["uuid"] = text(g.UUID)
 	return resourceapi.Device{
 		Name:             w.Name(),
-		Attributes:       attributes,
-		Capacity:         capacities(g.MemoryBytes, g.Engines),
+		Attributes:       w.Attributes(d),
+		Capacity:         capacities(w.gpu.MemoryBytes, w.gpu.Engines),
 		ConsumesCounters: w.cost.consumed(w.Name()),
 	}
 }
@@ -69,3 +77,40 @@ func (w Whole) partitionType() string { return perProduct("whole", w.gpu) }
 
 func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
 func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
+
+// VFIO is a GPU that is offered to virtual machines as a whole.
+type VFIO struct {
+	gpu GPU
+	counts
+}
+
+var _ Shape = VFIO{}
+
+func (v VFIO) Name() string { return Name{GPU: v.gpu.WholeName(), Passthrough: true}.String() }
+func (v VFIO) GPU() GPU     { return v.gpu }
+
+// Attributes returns the attributes of a GPU, and those that NVIDIA's DRA driver has for VFIO. On a
+// node without NVIDIA's GPU driver, only what sysfs says is known.
+func (v VFIO) Attributes(d Driver) Attributes {
+	a := commonAttributes(v.gpu, d)
+	facts := ptr.Deref(v.gpu.Passthrough, Passthrough{})
+	a["type"], a["uuid"] = text("vfio"), a["parentUUID"]
+	a["vendorID"] = text(fmt.Sprintf("%#04x", facts.VendorID))
+	a["deviceID"] = text(fmt.Sprintf("%#04x", facts.DeviceID))
+	a["iommuFDEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(facts.IOMMUFD)}
+	return a
+}
+
+func (v VFIO) Device(d Driver) resourceapi.Device {
+	memory := int64(min(ptr.Deref(v.gpu.Passthrough, Passthrough{}).AddressableMemory, math.MaxInt64))
+	return resourceapi.Device{
+		Name:       v.Name(),
+		Attributes: v.Attributes(d),
+		Capacity: map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+			"addressableMemory": {Value: *resource.NewQuantity(memory, resource.BinarySI)},
+		},
+		ConsumesCounters: v.cost.consumed(v.gpu.WholeName()),
+	}
+}
+
+func (v VFIO) partitionType() string { return perProduct("vfio", v.gpu) }

@@ -101,21 +101,25 @@ func (s Shared) memory() int64 {
 	return (total - reserve) / fractionStep * fractionStep
 }
 
-// Device returns the device with the attributes of the unshared device, and with only the
-// capacities that shares consume.
-func (s Shared) Device(d Driver) resourceapi.Device {
-	device := s.shareable.Device(d)
-	device.Name = s.Name()
-	device.AllowMultipleAllocations = ptr.To(true)
-	device.Attributes["type"] = text(*device.Attributes["type"].StringValue + "-share")
-	device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("TimeSlicing"), text("none")
+// Attributes returns the attributes of the unshared device, and how it is shared.
+func (s Shared) Attributes(d Driver) Attributes {
+	a := s.shareable.Attributes(d)
+	a["type"] = text(*a["type"].StringValue + "-share")
+	a["sharing"], a["memoryLimit"] = text("TimeSlicing"), text("none")
 	if s.share.Fractions {
-		device.Attributes["sharing"], device.Attributes["memoryLimit"] = text("MPS"), text("process")
+		a["sharing"], a["memoryLimit"] = text("MPS"), text("process")
 		if ContainerLimits(s.GPU(), s.name()) {
-			device.Attributes["memoryLimit"] = text("container")
+			a["memoryLimit"] = text("container")
 		}
 	}
-	device.Capacity = s.capacities()
+	return a
+}
+
+// Device returns the device with only the capacities that shares consume.
+func (s Shared) Device(d Driver) resourceapi.Device {
+	device := s.shareable.Device(d)
+	device.Name, device.Attributes, device.Capacity = s.Name(), s.Attributes(d), s.capacities()
+	device.AllowMultipleAllocations = ptr.To(true)
 	return device
 }
 

@@ -191,6 +191,23 @@ func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
 	return p, p.profile, known
 }
 
+// AllocatedAttributes returns the attributes with which the device n of the GPU g is published.
+// fractions says which kind of shares a shared device has. A partition that the inventory does not
+// have yet has [UUIDNotCreated].
+func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) Attributes {
+	if n.Passthrough {
+		return VFIO{gpu: g}.Attributes(d)
+	}
+	of, _, known := g.shareable(n)
+	if !known {
+		of = Partition{gpu: g, part: *n.Partition}
+	}
+	if n.Share {
+		return Shared{of, Share{Fractions: fractions}}.Attributes(d)
+	}
+	return of.Attributes(d)
+}
+
 // Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU
 // has or can have, or a share device of these. The zero GPU has no devices.
 func (g GPU) Has(n Name) bool {

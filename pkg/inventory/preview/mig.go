@@ -71,7 +71,7 @@ func writeInstance(w io.Writer, g device.GPU, i device.Instance, owner string) {
 		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\tnone: no compute instance\n", name, i.ID, place, cmp.Or(profile.Name, "-"), owner)
 	}
 	for _, shape := range device.Offer([]device.Offering{{GPU: g, Layout: device.Layout{Instances: []device.Instance{i}}}}) {
-		attributes := shape.Device(device.Driver{}).Attributes
+		attributes := shape.Attributes(device.Driver{})
 		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%s\t%s\n",
 			shape.Name(), i.ID, place, *attributes["profile"].StringValue, owner, *attributes["uuid"].StringValue)
 	}
