@@ -3,6 +3,7 @@ package driver
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -90,6 +91,29 @@ func TestGPUsAreReleasedOnRequest(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestReleasedGPUsAreNotBoundForVirtualMachines(t *testing.T) {
+	n := newHealthNode(t)
+	n.setHardware("driver", func() (nvidia.Node, error) {
+		node, err := twoGPUs()
+		for i := range node.GPUs {
+			node.GPUs[i].Passthrough = &device.Passthrough{HasDriver: true}
+		}
+		return node, err
+	})
+	n.run(t)
+	n.register(t)
+	n.editNode(t, nil, map[string]string{passthroughAnnotation: "true"})
+	name := device.Name{GPU: secondGPU, Passthrough: true}.String()
+	eventually(t, "the node has the device", func() bool {
+		return slices.Contains(published(t, n.client), name)
+	})
+	machine := n.claim(t, "machine", name)
+	n.editNode(t, nil, map[string]string{passthroughAnnotation: "true", quiesce.Annotation: "true"})
+	eventually(t, "Prepare is refused with the reason", func() bool {
+		return strings.Contains(n.prepare(t, machine).GetError(), "released for a driver upgrade")
+	})
 }
 
 // noReadiness drops all conditions.

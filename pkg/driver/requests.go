@@ -22,6 +22,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
@@ -66,8 +67,8 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	ctx = klog.NewContext(ctx, logger)
 	ended := r.metrics.Request(metrics.Prepare)
-	// Use comes before View, and ok is not needed: if Use is denied, the View is not ready.
-	done, _ := r.hardware.Use()
+	// Use comes before View: if it is denied, the View says why.
+	done, ok := r.hardware.Use()
 	defer done()
 	v := r.node.View()
 	hint := findOversized(c, v.Inventory.Node.GPUs)
@@ -76,6 +77,9 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	}
 	var devices []kubeletplugin.Device
 	err := r.refusal(v, c)
+	if err == nil && !ok {
+		err = cause.ForClaim(c.Namespace+"/"+c.Name, steps.NotReady(v.Preparable))
+	}
 	if err == nil {
 		devices, err = r.preparer.Prepare(ctx, v.Preparable, c)
 	}
