@@ -169,6 +169,7 @@ type gpuView struct {
 	capabilities            []capabilityView
 	uuid, product           string
 	pciDevice, pciSubsystem uint32
+	bar1MiB                 uint32 // 0 if unknown
 }
 
 func look(f *state.File) view {
@@ -180,6 +181,9 @@ func look(f *state.File) view {
 		gpu := gpuView{
 			present: g.Present != 0, attached: g.Present != 0 && g.Attached(), minor: g.Minor, uuid: state.Text(g.UUID[:]),
 			product: state.Text(m.Name[:]), pciDevice: m.PCIDeviceID, pciSubsystem: m.PCISubsystemID,
+		}
+		if m.BAR1MiB != state.Absent {
+			gpu.bar1MiB = m.BAR1MiB
 		}
 		if gpu.attached {
 			gpu.capabilities = capabilitiesOf(g)

@@ -13,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
@@ -199,6 +201,20 @@ func TestSysfsTree(t *testing.T) {
 	}
 	if got := read(t, sys, "bus/pci/devices/0000:18:00.0/vendor"); got != "0x15b3\n" {
 		t.Errorf("vendor of the network card is %q", got)
+	}
+}
+
+// A virtual machine reserves this address space: 128 GiB of frame buffer and two small regions,
+// rounded up to a power of two.
+func TestGPUsHaveMemoryRegions(t *testing.T) {
+	c := up(t, options(t, "dgx-h100", Host))
+	if got, err := vfio.AddressableMemory(c.SysPath(), "0000:1b:00.0"); err != nil || got != 256<<30 {
+		t.Errorf("the GPU takes %d bytes of address space, %v", got, err)
+	}
+	for _, function := range []device.PCIAddress{"0000:15:01.0", "0000:07:00.0"} { // a bridge and an NVSwitch
+		if got, err := vfio.AddressableMemory(c.SysPath(), function); err != nil || got != 0 {
+			t.Errorf("%s takes %d bytes, %v", function, got, err)
+		}
 	}
 }
 

@@ -30,6 +30,8 @@ type Function struct {
 	subVendor, subType uint16
 	Class              uint32
 	drm                []drmDevice
+	// bar1MiB is the size of a GPU's second memory region.
+	bar1MiB uint32
 	// totalVFs and vfs are the SR-IOV virtual functions. totalVFs 0 means no such capability.
 	totalVFs, vfs uint32
 }
@@ -91,7 +93,7 @@ func (c *Config) functions(v view) ([]Function, error) {
 			Address: card.PCI, GPU: i, root: card.PCIRoot, bridges: card.Bridges, numaNode: card.NUMANode, Class: classGPU,
 			Vendor: uint16(gpu.pciDevice), Device: uint16(gpu.pciDevice >> 16),
 			subVendor: uint16(gpu.pciSubsystem), subType: uint16(gpu.pciSubsystem >> 16), IOMMUGroup: card.IOMMUGroup,
-			Driver: card.Driver, totalVFs: card.TotalVFs, vfs: card.VFs,
+			Driver: card.Driver, totalVFs: card.TotalVFs, vfs: card.VFs, bar1MiB: gpu.bar1MiB,
 		}
 		if f.Driver == "" {
 			f.Driver = model.DriverNVIDIA
@@ -177,7 +179,7 @@ func (f Function) Attributes() map[string]string {
 		"modalias": fmt.Sprintf("pci:v%08Xd%08Xsv%08Xsd%08Xbc%02Xsc%02Xi%02X\n", f.Vendor, f.Device, f.subVendor, f.subType,
 			f.Class>>16, f.Class>>8&0xff, f.Class&0xff),
 		"config":   f.configSpace(),
-		"resource": strings.Repeat("0x0000000000000000 0x0000000000000000 0x0000000000000000\n", 13),
+		"resource": f.resource(),
 	}
 	if f.ResetMethod != "" {
 		files["reset_method"] = f.ResetMethod + "\n"
@@ -187,6 +189,29 @@ func (f Function) Attributes() map[string]string {
 		files["sriov_numvfs"] = fmt.Sprintf("%d\n", f.vfs)
 	}
 	return files
+}
+
+// resource returns the memory regions of the function. GPUs have three, with 64-bit addresses, so
+// that each takes two lines: registers, frame buffer and more registers. The sizes of the first and
+// the last are those of an H100 in lspci. Other functions show none.
+func (f Function) resource() string {
+	const memory64 = 0x14220c // IORESOURCE_MEM, prefetchable, 64 bits
+	var sizes [13]uint64
+	if f.GPU >= 0 && f.bar1MiB > 0 {
+		sizes[0], sizes[2], sizes[4] = 16<<20, uint64(f.bar1MiB)<<20, 32<<20
+	}
+	next := uint64(0x20+f.GPU) << 40
+	var lines strings.Builder
+	for _, size := range sizes {
+		if size == 0 {
+			lines.WriteString("0x0000000000000000 0x0000000000000000 0x0000000000000000\n")
+			continue
+		}
+		start := (next + size - 1) / size * size // regions are aligned to their size
+		fmt.Fprintf(&lines, "0x%016x 0x%016x 0x%016x\n", start, start+size-1, memory64)
+		next = start + size
+	}
+	return lines.String()
 }
 
 // DRM returns the files of a GPU's DRM devices, which exist while NVIDIA's driver has the GPU.
