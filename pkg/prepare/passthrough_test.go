@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -330,6 +332,22 @@ func TestPassthroughSurvivesDeath(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// Nothing tells to which driver the GPU of a lost record belongs, so an admin must know.
+func TestLostRecordLeavesTheGPUOnVFIOAndSaysSo(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", vfio0)))
+	w.disk.Put(recordFile(t, w, "uid-c"), []byte("{"))
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	if err := w.plugin(t).Unprepare(klog.NewContext(t.Context(), logger), "uid-c"); err != nil || !slices.Equal(drivers(bus), away) {
+		t.Errorf("bound to %q, %v", drivers(bus), err)
+	}
+	said := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if !strings.Contains(said, vfio0) || !strings.Contains(said, "driver_override") {
+		t.Error(said)
 	}
 }
 

@@ -17,7 +17,8 @@ import (
 // quarantineRecord moves an unreadable record away when its claim is prepared or unprepared. It
 // removes the claim's CDI spec, and removes the claim from all settings, daemons and partitions
 // that it shares. MIG instances that were created for this claim alone stay, because nothing proves
-// any more that this driver created them.
+// any more that this driver created them. GPUs stay bound to VFIO, because nothing tells which
+// drivers they had.
 func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *statefile.UnreadableError) error {
 	entries, err := p.node.Records.List()
 	if err != nil {
@@ -36,6 +37,11 @@ func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadab
 	logger := klog.FromContext(ctx).WithValues("claimUID", uid, "quarantine", places)
 	logger.Error(unreadable, "Quarantined unreadable claim record")
 	p.opts.Observer.Repaired(Repair{"unreadable-record", "Quarantined unreadable claim record", string(uid)})
+	if machines := devicesOf(entries, uid, func(n device.Name) bool { return n.Passthrough }); len(machines) > 0 {
+		logger.Error(nil, "Kept GPUs bound to VFIO of a claim whose record was quarantined; only virtual machines can use them until an admin "+
+			"writes the driver's name to the driver_override of their PCI functions, and the functions' addresses to the unbind of the "+
+			"VFIO driver and to drivers_probe, or reboots the node", "devices", machines)
+	}
 	if parts, some := possiblePartitions(entries, uid); some {
 		logger.Error(nil, "Kept the MIG instances of a claim whose record was quarantined; until they are removed, their GPUs are offered "+
 			"with their present partitions only: remove unused instances with nvidia-smi mig -dci and -dgi, or set the GPU's policy to adopt",
@@ -47,18 +53,21 @@ func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadab
 // possiblePartitions returns the unshared partitions in the file names of the claim's records. The
 // result some is true if there are any, or if a file name has no room to list the devices.
 func possiblePartitions(entries []checkpoint.Entry, uid types.UID) (parts []string, some bool) {
+	inexact := slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid && e.Inexact() })
+	parts = devicesOf(entries, uid, func(n device.Name) bool { return n.Partition != nil && !n.Share })
+	return parts, inexact || len(parts) > 0
+}
+
+// devicesOf returns the devices in the file names of the claim's records that among selects.
+func devicesOf(entries []checkpoint.Entry, uid types.UID, among func(device.Name) bool) (devices []string) {
 	for _, e := range entries {
-		if e.ClaimUID != uid {
-			continue
-		}
-		some = some || e.Inexact()
 		for _, d := range e.Devices {
-			if name, ok := device.ParseName(d); ok && name.Partition != nil && !name.Share {
-				parts = append(parts, d)
+			if name, ok := device.ParseName(d); ok && e.ClaimUID == uid && among(name) {
+				devices = append(devices, d)
 			}
 		}
 	}
-	return parts, some || len(parts) > 0
+	return devices
 }
 
 // LeaveSharedSteps takes a claim without a readable record off all settings, daemons and partitions
