@@ -1,9 +1,6 @@
 package scan
 
 import (
-	"os"
-	"strings"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
@@ -23,10 +20,9 @@ const persistenced = "nvidia-persiste"
 // open files of every process of the host once.
 func Foreign(p nvidia.Paths, minors []int) map[int][]nvidia.Process {
 	p = p.WithDefaults()
-	own, _ := os.ReadFile("/proc/self/comm") // without /proc, no process is found below
 	found := map[int][]nvidia.Process{}
 	for _, process := range host.UsersOf(p, host.GPUNodes(minors...)) {
-		if process.Name == persistenced || process.Name == strings.TrimSpace(string(own)) {
+		if process.Name == persistenced || host.IsPlugin(process) {
 			continue
 		}
 		for _, minor := range minors {

@@ -150,6 +150,13 @@ func ProcessOf(p nvidia.Paths, pid uint32) nvidia.Process {
 	return nvidia.Process{PID: pid, Name: hostfile.ReadTrimmed(filepath.Join(dir, "comm")), Pod: podOf(filepath.Join(dir, "cgroup"))}
 }
 
+// IsPlugin reports whether the process runs this program: this plugin, one of its children, or
+// another instance of it.
+func IsPlugin(process nvidia.Process) bool {
+	own, err := os.ReadFile("/proc/self/comm")
+	return err == nil && process.Name == strings.TrimSpace(string(own))
+}
+
 // podGroup matches the kubelet's name for a Pod's cgroup. The systemd cgroup driver replaces the
 // dashes of the Pod's UID with underscores.
 var podGroup = regexp.MustCompile(`pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})`)

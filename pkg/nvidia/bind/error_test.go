@@ -1,0 +1,32 @@
+package bind
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+)
+
+// During an update the older instance watches the GPU. An admin must not end it.
+func TestErrorSaysThatAnotherInstanceHasTheGPU(t *testing.T) {
+	own, err := os.ReadFile("/proc/self/comm")
+	if err != nil {
+		t.Fatal(err)
+	}
+	instance, other := nvidia.Process{PID: 12, Name: strings.TrimSpace(string(own))}, nvidia.Process{PID: 77, Name: "python"}
+	for _, c := range []struct {
+		users []nvidia.Process
+		want  string
+	}{
+		{[]nvidia.Process{instance}, "another instance of this plugin watches it and ends with the plugin's update, "},
+		{[]nvidia.Process{instance, other}, ": end "},
+		{[]nvidia.Process{other}, ": end python (process 77)"},
+	} {
+		err := &Error{Op: "bind to VFIO gpu", Code: device.FailureInUse, Message: "processes use the GPU", Users: c.users}
+		if !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%v, want %q", err, c.want)
+		}
+	}
+}
