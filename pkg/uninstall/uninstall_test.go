@@ -36,14 +36,17 @@ func daemonSet() *appsv1.DaemonSet {
 }
 
 func TestUninstallRefusesWhileClaimsHoldDevices(t *testing.T) {
-	client := fake.NewClientset(daemonSet(), allocatedClaimOf("training", device.DriverName), allocatedClaimOf("network", "nic.example.com"),
+	machine := allocatedClaimOf("virtual-machine", device.DriverName)
+	machine.Status.Allocation.Devices.Results[0].Device = "gpu-0000-43-00-0-vfio"
+	client := fake.NewClientset(daemonSet(), allocatedClaimOf("training", device.DriverName), machine,
+		allocatedClaimOf("network", "nic.example.com"),
 		&resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "pending"}})
 	err := Run(t.Context(), client, "gpu", "plugin", false)
 	var held *ClaimsHeldError
-	if !errors.As(err, &held) || len(held.Claims) != 1 || held.Claims[0] != "team/training" {
+	if !errors.As(err, &held) || !slices.Equal(held.Claims, []string{"team/training", "team/virtual-machine"}) {
 		t.Fatalf("got %v", err)
 	}
-	for _, word := range []string{"team/training", "helm rollback", "--no-hooks"} {
+	for _, word := range []string{"team/training", "team/virtual-machine", "helm rollback", "--no-hooks"} {
 		if !strings.Contains(err.Error(), word) {
 			t.Errorf("%q does not contain %q", err, word)
 		}
