@@ -245,7 +245,7 @@ func exampleSelectors(t *testing.T) map[string][]string {
 	if err != nil || len(files) == 0 {
 		t.Fatal("no examples", err)
 	}
-	types := map[string][]string{driverName: {"gpu"}, migClass: {"mig"}, sharedClass: {"gpu-share", "mig-share"}}
+	types := map[string][]string{driverName: {"gpu"}, migClass: {"mig"}, sharedClass: {"gpu-share", "mig-share"}, vfioClass: {"vfio"}}
 	found, n := map[string][]string{}, 0
 	for _, file := range files {
 		data, err := os.ReadFile(file)

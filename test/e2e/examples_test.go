@@ -21,7 +21,7 @@ import (
 func (w *world) testExamples(t *testing.T) {
 	w.needSMI(t)
 	ofThisTest := func(name string) bool {
-		return !strings.HasPrefix(name, sharingExamples) && !strings.HasPrefix(name, tenancyExamples)
+		return !strings.HasPrefix(name, sharingExamples) && !strings.HasPrefix(name, tenancyExamples) && name != passthroughExample
 	}
 	w.tenant(t).examples(ofThisTest, map[string]func(tenant){
 		"one-gpu.yaml":                 tenant.checkOneGPU,

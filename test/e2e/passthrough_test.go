@@ -2,9 +2,12 @@ package e2e
 
 import (
 	"fmt"
+	"regexp"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
@@ -17,6 +20,11 @@ func TestPassthrough(t *testing.T) {
 	t.Parallel()
 	node := simulator(t).Node(h100, "h100-passthrough")
 	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountModules, "boot"}, node.BootHook...)
+	probe := buildProgram(t, "probe")
+	if b, err := built(); err == nil { // otherwise simulator has ended the test
+		addMetadataReader(t, b.root, probe)
+	}
+	node.Mounts = []cluster.Mount{{Source: probe, Target: probeDir}}
 	w := bringUp(t, "e2e-vfio", node)
 	w.needSMI(t)
 	w.nvmlsim(t, h100, "vfio", "load")
@@ -29,6 +37,8 @@ func TestPassthrough(t *testing.T) {
 	t.Run("together with a whole GPU, 14 partitions and a share", func(t *testing.T) {
 		w.testPassthrough(t, functions, "0000:61:00.0", "0000:c3:00.0")
 	})
+	t.Run("manifests for NVIDIA's DRA driver, and the example", w.testPassthroughManifests)
+	t.Run("a process that has a GPU open", w.testForeignHolder)
 	t.Run("without partitions", func(t *testing.T) {
 		w.install(t, append(values, "--set", "mig.policy=static")...)
 		w.testPassthrough(t, functions)
@@ -41,10 +51,10 @@ func TestPassthrough(t *testing.T) {
 func (w *world) testPassthrough(t *testing.T, before string, cut ...string) {
 	u := w.tenant(t)
 	machines := map[string]string{"vm1": "0000:1b:00.0", "vm2": "0000:43:00.0"}
-	for name, address := range machines {
-		u.template(name, device("vfio.gpu.nvidia.com", address, ""))
-		u.pod(name, onNode(h100), fromTemplate("gpu", name))
-	}
+	u.template("vm1", device("vfio.gpu.nvidia.com", machines["vm1"], ""))
+	u.claim("vm2", device("vfio.gpu.nvidia.com", machines["vm2"], ""))
+	u.pod("vm1", onNode(h100), fromTemplate("gpu", "vm1"), container("main", "gpu"), hostPath("probe", probeDir))
+	u.pod("vm2", onNode(h100), fromClaim("gpu", "vm2"), container("main", "gpu"), hostPath("probe", probeDir))
 	u.template("whole", device("gpu.nvidia.com", "0000:52:00.0", ""))
 	u.pod("whole", onNode(h100), fromTemplate("gpu", "whole"))
 	u.template("share", shared("shared.gpu.nvidia.com", "0000:9d:00.0", "", ""))
@@ -72,6 +82,8 @@ func (w *world) testPassthrough(t *testing.T, before string, cut ...string) {
 			t.Errorf("GPU %s has driver %s while a virtual machine may use it", address, driver)
 		}
 	}
+	u.readsMetadata("vm1", "template", "gpu")
+	u.readsMetadata("vm2", "claim", "vm2")
 	u.sees("whole", "", u.allocated("whole", "gpu"))
 	if taints := w.taints(t, h100); len(taints) > 0 {
 		t.Errorf("devices are tainted: %v", taints)
@@ -81,6 +93,56 @@ func (w *world) testPassthrough(t *testing.T, before string, cut ...string) {
 		now := w.pciFunctions(t)
 		return now == before, "was\n" + before + "is\n" + now
 	})
+}
+
+// readsMetadata checks what a virtual machine's Pod reads about its GPU, as KubeVirt does: with
+// upstream's reader, and as a program that knows only v1alpha1. name is that of the claim, or of
+// the Pod's entry for a template.
+func (u tenant) readsMetadata(pod, kind, name string) {
+	u.t.Helper()
+	r := u.claimOf(u.t, u.namespace, pod, "gpu").Status.Allocation.Devices.Results[0]
+	a := u.devices(u.t, r.Pool)[r.Device].Attributes
+	line := fmt.Sprintln(r.Device, *a["uuid"].StringValue, *a["resource.kubernetes.io/pciBusID"].StringValue)
+	got := u.mustExec(u.t, u.namespace, pod, "main", probeDir+"/metadatareader", kind, name, "gpu")
+	if want := line + "v1alpha1\n" + line; got != want {
+		u.t.Errorf("Pod %s reads\n%s, want\n%s", pod, got, want)
+	}
+}
+
+// testPassthroughManifests applies a manifest of the shapes that NVIDIA's DRA driver and KubeVirt
+// document, and the example of our documentation.
+func (w *world) testPassthroughManifests(t *testing.T) {
+	u := w.tenant(t)
+	u.applyTo(h100, referenceFile(t, "passthrough.yaml"))
+	u.examples(func(name string) bool { return name == passthroughExample }, map[string]func(tenant){
+		passthroughExample: func(u tenant) { u.running("passthrough-example") },
+	})
+	for pod, want := range map[string]string{
+		"passthrough": "/dev/vfio/[0-9]+", "passthrough-kubevirt": "/dev/vfio/[0-9]+ /dev/vfio/vfio",
+		"passthrough-iommufd": "/dev/iommu /dev/vfio/devices/vfio[0-9]+", "passthrough-example": "/dev/vfio/[0-9]+ /dev/vfio/vfio",
+	} {
+		u.running(pod)
+		got := strings.TrimSpace(u.sh(pod, "", "ls -d /dev/nvidia* /dev/iommu /dev/vfio/[0-9v]* /dev/vfio/devices/* 2>/dev/null | xargs"))
+		if !regexp.MustCompile("^" + want + "$").MatchString(got) {
+			t.Errorf("Pod %s has %q, want %q", pod, got, want)
+		}
+	}
+	w.endPods(t, u.namespace)
+}
+
+const passthroughExample = "passthrough.yaml"
+
+// testForeignHolder lets a process of the node have a GPU open. Meanwhile the GPU's device for
+// virtual machines is tainted, and no other. The node's /proc is simulated, so the process is, too.
+func (w *world) testForeignHolder(t *testing.T) {
+	const held, process = "gpu-0000-d1-00-0-vfio", clusterharness.NodeRoot + "/proc/4242"
+	w.on(t, h100, "sh", "-ec", "mkdir -p "+process+"/fd; echo python >"+process+"/comm; ln -s /dev/nvidia6 "+process+"/fd/3")
+	w.becomes(t, held, "gpu.nvidia.com/in-use=:NoSchedule")
+	if taints := w.taints(t, h100); len(taints) != 1 {
+		t.Errorf("devices are tainted: %v", taints)
+	}
+	w.on(t, h100, "rm", "-r", process)
+	w.becomes(t, held)
 }
 
 func functionPath(address string) string {
