@@ -2,10 +2,10 @@
 // keeps the kernel module loaded.
 //
 // An admin or a tool requests the release with an annotation or a label of the Node. Until the
-// request ends, the plugin does not watch, scan or partition GPUs, and prepares no claim. Claims are
-// still unprepared, which may open a partitioned GPU for a moment. The [Quiescer] reports the GPUs
-// as released when no process of the plugin has them open. It keeps the request on disk, so that a
-// plugin that starts during the upgrade does not open the GPUs.
+// request ends, the plugin does not watch, scan or partition GPUs, and prepares no claim. Claims
+// are still unprepared, which may open a partitioned GPU for a moment. The [Quiescer] reports the
+// GPUs as released when no process of the plugin has them open. It keeps the request on disk, so
+// that a plugin that starts during the upgrade does not open the GPUs.
 //
 // [Access] is the part that each user of the hardware needs. The package does not open GPUs itself.
 package quiesce
