@@ -114,7 +114,9 @@ type entry struct {
 // decode reads every configuration entry for the driver. It also reads entries that apply to no
 // result, so that the first Pod with the claim already shows a mistake in them. wanted are the
 // entries of the claim's spec.
-func decode(configs []resourceapi.DeviceAllocationConfiguration, wanted []resourceapi.DeviceClaimConfiguration, driver string) ([]entry, error) {
+func decode(
+	configs []resourceapi.DeviceAllocationConfiguration, wanted []resourceapi.DeviceClaimConfiguration, driver string,
+) ([]entry, error) {
 	var entries []entry
 	for i := range configs {
 		c := configs[i]
