@@ -1,6 +1,7 @@
 package predecessor
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
@@ -183,6 +184,28 @@ func TestChangedCheckpointIsReadAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := os.Chtimes(s.Path(), time.Time{}, time.Unix(int64(1000+i), 0)); err != nil {
+			t.Fatal(err)
+		}
+		want, _, _ := Parse(read(t, name), driver, boot)
+		if got, err := s.Claims(); err != nil || cmp.Diff(want, got) != "" {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+	}
+}
+
+// A copied file keeps its time, and an edited one may keep its size.
+func TestCheckpointOfSameSizeAndTimeIsReadAgain(t *testing.T) {
+	dir := t.TempDir()
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	for _, name := range []string{"v1.json", "v2.json"} {
+		padded := append(read(t, name), bytes.Repeat([]byte("\n"), 1<<16-len(read(t, name)))...)
+		if err := os.WriteFile(s.Path()+".new", padded, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chtimes(s.Path()+".new", time.Time{}, time.Unix(1000, 0)); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(s.Path()+".new", s.Path()); err != nil {
 			t.Fatal(err)
 		}
 		want, _, _ := Parse(read(t, name), driver, boot)

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
-	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -25,17 +24,9 @@ type Store struct {
 	disk           durable.FS
 
 	mu        sync.Mutex
-	lastStamp stamp
+	lastStamp durable.Stamp
 	claims    []Claim
 	err       error
-}
-
-// stamp identifies a version of the checkpoint file by its size and time. It is zero if there is no
-// file.
-type stamp struct {
-	exists   bool
-	size     int64
-	modified time.Time
 }
 
 // NewStore returns the store for the checkpoint in pluginDir. Its notes about ended claims are
@@ -55,19 +46,7 @@ func (s *Store) Path() string { return s.path }
 func (s *Store) Changed() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now, err := s.stat()
-	return err != nil || s.err != nil || now != s.lastStamp
-}
-
-func (s *Store) stat() (stamp, error) {
-	info, err := os.Stat(s.path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return stamp{}, nil
-	}
-	if err != nil {
-		return stamp{}, err
-	}
-	return stamp{true, info.Size(), info.ModTime()}, nil
+	return s.err != nil || durable.StampOf(s.path) != s.lastStamp
 }
 
 // Claims returns the claims in the checkpoint that have not ended, or none if there is no
@@ -75,12 +54,12 @@ func (s *Store) stat() (stamp, error) {
 func (s *Store) Claims() ([]Claim, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now, err := s.stat()
-	// After an error, read again: the stamp does not change when an admin fixes the owner or mode.
-	if err != nil || s.err != nil || now != s.lastStamp {
-		s.lastStamp, s.claims, s.err = now, nil, err
-		if now.exists {
-			s.claims, s.err = s.read()
+	now := durable.StampOf(s.path)
+	// Without a stamp the file is missing or cannot be read, which only reading it tells.
+	if s.err != nil || now != s.lastStamp || now == (durable.Stamp{}) {
+		s.lastStamp = now
+		if s.claims, s.err = s.read(); errors.Is(s.err, fs.ErrNotExist) {
+			s.err = nil
 		}
 	}
 	if s.err != nil {
