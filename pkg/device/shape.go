@@ -114,3 +114,42 @@ func (v VFIO) Device(d Driver) resourceapi.Device {
 }
 
 func (v VFIO) partitionType() string { return perProduct("vfio", v.gpu) }
+
+// shareable returns the device that n names, or the unshared device if n names a share device.
+// profile is the name of the partition's MIG profile, or "" for the whole GPU. known is false for a
+// partition that the GPU neither has nor can have.
+func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
+	switch {
+	case n.Passthrough:
+		return nil, "", false
+	case n.Partition == nil:
+		return Whole{gpu: g}, "", true
+	}
+	p, known := g.partition(*n.Partition, counterSetOf(g))
+	return p, p.profile, known
+}
+
+// AllocatedAttributes returns the attributes with which the device n of the GPU g is published.
+// fractions says which kind of shares a shared device has. A partition that the inventory does not
+// have yet has [UUIDNotCreated].
+func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) Attributes {
+	if n.Passthrough {
+		return VFIO{gpu: g}.Attributes(d)
+	}
+	of, _, known := g.shareable(n)
+	if !known {
+		of = Partition{gpu: g, part: *n.Partition}
+	}
+	if n.Share {
+		return Shared{of, Share{Fractions: fractions}}.Attributes(d)
+	}
+	return of.Attributes(d)
+}
+
+// Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU
+// has or can have, or a share device of these. The zero GPU has no devices.
+func (g GPU) Has(n Name) bool {
+	_, _, known := g.shareable(n)
+	known = known || n.Passthrough && g.Passthrough != nil
+	return known && n.GPU == g.WholeName()
+}

@@ -38,9 +38,6 @@ func planPassthrough(r claim.Result, req *deviceRequest) error {
 	return nil
 }
 
-// needsBase reports whether the device's containers need NVIDIA's files.
-func (req deviceRequest) needsBase() bool { return !req.name.Passthrough }
-
 // onlyPassthrough reports whether the claim has GPUs for virtual machines only, for which the node
 // needs no NVIDIA driver.
 func onlyPassthrough(r checkpoint.Record) bool {
@@ -48,22 +45,6 @@ func onlyPassthrough(r checkpoint.Record) bool {
 		name, _ := device.ParseName(d.Device)
 		return !name.Passthrough
 	})
-}
-
-// isAway reports whether NVIDIA's driver does not have the GPU, so that it cannot be read.
-func (req deviceRequest) isAway() bool {
-	s := req.passthrough
-	return s != nil && (s.ByAdmin || s.Found != nil || s.Card.UUID == "")
-}
-
-// passthroughSteps returns the planned steps that bind GPUs to VFIO.
-func (pl *plan) passthroughSteps() (list []steps.Step) {
-	for _, req := range pl.requests {
-		if req.passthrough != nil {
-			list = append(list, req.passthrough)
-		}
-	}
-	return list
 }
 
 // adoptPassthrough replaces the planned passthrough by the recorded one, with the planned

@@ -89,7 +89,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	shares := false
 	for _, r := range allocation.Results {
 		req, ok := findDevice(snapshot, r.Device)
-		if !snapshot.Ready && (!ok || req.needsBase()) {
+		if !snapshot.Ready && (!ok || !req.name.Passthrough) {
 			return nil, steps.NotReady(snapshot)
 		}
 		if r.Pool != p.opts.Pool {
@@ -101,8 +101,10 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
 		}
-		if err := planPassthrough(r, &req); err != nil {
-			return nil, err
+		if req.name.Passthrough || len(req.gpuEdits.DeviceNodes) == 0 {
+			if err := planPassthrough(r, &req); err != nil {
+				return nil, err
+			}
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,

@@ -169,7 +169,7 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 // verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
 // needs, or a device node of the plan's GPUs, does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
-	if slices.ContainsFunc(pl.requests, deviceRequest.needsBase) {
+	if slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return !req.name.Passthrough }) {
 		if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
 			return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 		}
@@ -178,7 +178,7 @@ func (p *Preparer) verifyNode(pl *plan) error {
 		}
 	}
 	for i, req := range pl.requests {
-		if !req.needsBase() {
+		if req.name.Passthrough {
 			continue
 		}
 		if err := p.opts.Edits.Verify(req.gpuEdits); err != nil {
@@ -206,10 +206,16 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	env := steps.NewEnv(p.node, r, nil)
 	env.UUID = pl.deviceUUID
 	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients, Metadata: pl.metadata}
-	if pl.steps, err = p.disableModeSteps(work, env, pl); err != nil {
+	modes, err := p.disableModeSteps(work, env, pl)
+	if err != nil {
 		return err
 	}
-	pl.steps = append(pl.steps, pl.passthroughSteps()...)
+	pl.steps = nil // reprepare may have adopted those of the claim's old record
+	for _, req := range pl.requests {
+		if req.passthrough != nil {
+			pl.steps = append(pl.steps, req.passthrough)
+		}
+	}
 	if pl.partitioned {
 		if err := p.resolvePartitions(work, env, pl); err != nil {
 			return err
@@ -220,19 +226,19 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	}
 	r.State = checkpoint.Preparing
 	env.Steps = pl.allSteps()
-	// If writing the CDI spec is the only step, the plan need not be recorded first: the plugin's next
-	// start removes a spec without a record.
+	// The plan need not be recorded first for what needs no revert: a disabled MIG mode, and the CDI
+	// spec, because the plugin's next start removes a spec without a record.
 	if len(pl.steps) > 0 {
 		if err := env.Journal(); err != nil {
 			return errors.Join(err, p.node.Records.Remove(r.ClaimUID))
 		}
 	}
-	err = steps.ApplyAll(work, env, pl.steps)
+	err = steps.ApplyAll(work, env, append(modes, pl.steps...))
 	if err == nil {
 		err = p.writeSpec(work, env, pl)
 	}
 	if err == nil {
-		err = p.recordResult(*r, pl)
+		err = p.recordResult(r, env)
 	}
 	if err == nil {
 		return nil
@@ -252,7 +258,9 @@ func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *pla
 	checked := map[string]bool{} // the claim may have several shares of a GPU
 	for i, req := range pl.requests {
 		d, mig := pl.record.Devices[i], req.gpu.MIG
-		if req.name.Partition != nil || d.AdminAccess || checked[d.GPU] || req.isAway() {
+		bound := req.passthrough
+		away := bound != nil && (bound.ByAdmin || bound.Found != nil || bound.Card.UUID == "") // NVIDIA's driver does not have it
+		if req.name.Partition != nil || d.AdminAccess || checked[d.GPU] || away {
 			continue
 		}
 		checked[d.GPU] = true
@@ -324,17 +332,10 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 	return steps.ApplyAll(ctx, env, []steps.Step{pl.spec})
 }
 
-// recordResult saves r as the record of a prepared claim, with the plan's steps.
-func (p *Preparer) recordResult(r checkpoint.Record, pl *plan) error {
-	stored, err := steps.Encode(slices.DeleteFunc(pl.allSteps(), func(s steps.Step) bool { return !s.Lasting() }))
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	r.State, r.BootID, r.Steps = checkpoint.Prepared, p.node.BootID, stored
-	if err := p.node.Records.Save(r); err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	return nil
+// recordResult saves r as the record of a prepared claim, with the steps of env.
+func (p *Preparer) recordResult(r *checkpoint.Record, env *steps.Env) error {
+	r.State, r.BootID = checkpoint.Prepared, p.node.BootID
+	return env.Journal()
 }
 
 // kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the
@@ -348,7 +349,7 @@ func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
 			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
 			CDIDeviceIDs: []string{cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
 		}
-		if pl.requests[i].needsBase() {
+		if !pl.requests[i].name.Passthrough {
 			answer[i].CDIDeviceIDs = slices.Insert(answer[i].CDIDeviceIDs, 0, cdi.BaseID)
 		}
 		if pl.spec.Metadata != nil && !described[d.Request] {

@@ -36,7 +36,8 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 		}
 		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
 	}
-	if (pl.partitioned || steps.HasShared(old) || len(pl.passthroughSteps()) > 0) && old.BootID != p.node.BootID {
+	bound := slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return req.passthrough != nil })
+	if (pl.partitioned || steps.HasShared(old) || bound) && old.BootID != p.node.BootID {
 		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
 			return false, err
 		}
@@ -69,7 +70,11 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 		return false, err
 	}
 	env.Steps = pl.allSteps()
-	if err := steps.ApplyAll(work, env, append(modes, pl.passthroughSteps()...)); err != nil {
+	err = steps.ApplyAll(work, env, modes)
+	if err == nil {
+		err = steps.ApplyAll(work, env, steps.Of[*steps.Passthrough](pl.steps))
+	}
+	if err != nil {
 		return false, cause.OrStep(err)
 	}
 	return true, p.refresh(work, old, pl, p.restoreAll)
@@ -134,9 +139,7 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 	if pl.metadata != nil {
 		pl.spec.Metadata = pl.metadata
 	}
-	pl.steps = slices.DeleteFunc(list, func(s steps.Step) bool {
-		return s == steps.Step(specs[0]) || !s.Lasting()
-	})
+	pl.steps = slices.DeleteFunc(list, func(s steps.Step) bool { return s == steps.Step(specs[0]) })
 	creators := map[string]steps.Creator{}
 	for _, step := range pl.steps {
 		if c, ok := steps.AsCreator(step); ok {
@@ -174,7 +177,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	}
 	// If ensure recreated a partition, the MIGInstance step that did so has already saved the new
 	// partition in the claim's record.
-	same, err := sameSteps(r.Steps, pl.allSteps())
+	same, err := sameSteps(r.Steps, env.Steps)
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
@@ -187,7 +190,7 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	if !changed {
 		return nil
 	}
-	if err := p.recordResult(r, pl); err != nil {
+	if err := p.recordResult(&r, env); err != nil {
 		return err
 	}
 	if others {

@@ -40,9 +40,6 @@ type SpecDevice struct {
 
 var _ Step = &ClaimSpec{}
 
-// Lasting implements [Step].
-func (*ClaimSpec) Lasting() bool { return true }
-
 // NeedsHardware implements [Step].
 func (*ClaimSpec) NeedsHardware() bool { return false }
 

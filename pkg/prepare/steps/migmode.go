@@ -11,7 +11,7 @@ const MIGModeOffKind = "mig-mode-off"
 
 // MIGModeOff is the step that disables MIG mode on a GPU without MIG instances, so that the whole
 // GPU can be used. Its Revert does nothing: the step that creates the next partition enables the
-// mode.
+// mode. So no record needs it, but older versions recorded it.
 type MIGModeOff struct {
 	GPU   string      `json:"gpu"`
 	Card  device.Card `json:"card"`
@@ -19,9 +19,6 @@ type MIGModeOff struct {
 }
 
 var _ Step = &MIGModeOff{}
-
-// Lasting implements [Step]. Nothing is left to revert once MIG mode is off.
-func (*MIGModeOff) Lasting() bool { return false }
 
 // NeedsHardware implements [Step].
 func (*MIGModeOff) NeedsHardware() bool { return false }

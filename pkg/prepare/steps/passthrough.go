@@ -33,9 +33,6 @@ type Passthrough struct {
 
 var _ Step = &Passthrough{}
 
-// Lasting implements [Step].
-func (*Passthrough) Lasting() bool { return true }
-
 // NeedsHardware implements [Step].
 func (s *Passthrough) NeedsHardware() bool { return !s.ByAdmin }
 

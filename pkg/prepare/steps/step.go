@@ -19,9 +19,6 @@ type Step interface {
 	Kind() string
 	Apply(ctx context.Context, env *Env) error
 	Revert(ctx context.Context, env *Env) error
-	// Lasting reports whether the step stays in the record of a prepared claim, because it must be
-	// reverted later.
-	Lasting() bool
 	// NeedsHardware reports whether Revert may need the hardware or an MPS daemon.
 	NeedsHardware() bool
 }
@@ -50,7 +47,6 @@ type Sharable interface {
 // change has what all steps have in common that change hardware or MPS daemons.
 type change struct{}
 
-func (change) Lasting() bool       { return true }
 func (change) NeedsHardware() bool { return true }
 func (change) preference() bool    { return false }
 
