@@ -18,8 +18,7 @@ const mountModules = "mkdir -p /lib/modules\nmount --bind " + clusterharness.Nod
 // The sysfs of the node is simulated. No virtual machine runs.
 func TestPassthrough(t *testing.T) {
 	t.Parallel()
-	node := simulator(t).Node(h100, "h100-passthrough")
-	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountModules, "boot"}, node.BootHook...)
+	node := passthroughNode(t)
 	probe := buildProgram(t, "probe")
 	if b, err := built(); err == nil { // otherwise simulator has ended the test
 		addMetadataReader(t, b.root, probe)
@@ -44,6 +43,56 @@ func TestPassthrough(t *testing.T) {
 		w.testPassthrough(t, functions)
 	})
 	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
+}
+
+// passthroughNode is a node with a simulated sysfs. more are arguments for the simulator.
+func passthroughNode(t *testing.T, more ...string) cluster.NodeOptions {
+	t.Helper()
+	node := simulator(t).Node(h100, "h100-passthrough", more...)
+	node.BootHook = append([]string{"/bin/sh", "-ec", `"$@"; ` + mountModules, "boot"}, node.BootHook...)
+	return node
+}
+
+// TestPassthroughWithoutDriver gives a GPU of a node that has no NVIDIA driver to a virtual
+// machine, also after a power cut and while the plugin is killed.
+func TestPassthroughWithoutDriver(t *testing.T) {
+	t.Parallel()
+	w := bringUp(t, "e2e-nodriver", passthroughNode(t, "--no-driver"))
+	w.nvmlsim(t, h100, "vfio", "load")
+	before := w.pciFunctions(t)
+	w.install(t, "--set", "passthrough.enabled=true")
+	if devices := w.devices(t, h100); len(devices) != 8 {
+		t.Errorf("the node offers %d devices, want 8", len(devices))
+	}
+	u := w.tenant(t)
+	u.template("vm", device("vfio.gpu.nvidia.com", "0000:1b:00.0", ""))
+	u.pod("vm", onNode(h100), fromTemplate("gpu", "vm"), container("main", "gpu"), lasting)
+	u.running("vm")
+	group := w.on(t, h100, "sh", "-c", "basename $(readlink "+functionPath("0000:1b:00.0")+"/iommu_group)")
+	hasGPU := func() {
+		t.Helper()
+		if got := u.sh("vm", "main", "ls -d /dev/nvidia* /dev/vfio/* 2>/dev/null || true"); got != "/dev/vfio/"+group {
+			t.Errorf("the Pod has %q, want group %s", got, group)
+		}
+	}
+	hasGPU()
+
+	containers, node := u.containers([]string{"vm"}), w.node(t, h100)
+	if err := node.PowerCut(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := node.Boot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	u.inNewContainers(containers)
+	hasGPU()
+
+	w.deletePlugin(t, w.livePlugin(t, h100))
+	w.endPods(t, u.namespace)
+	eventually(t, time.Minute, "all PCI functions are as before", func() (bool, string) {
+		now := w.pciFunctions(t)
+		return now == before, "was\n" + before + "is\n" + now
+	})
 }
 
 // testPassthrough runs two Pods of virtual machines together with others. Each of the GPUs in cut
