@@ -111,9 +111,14 @@ func TestReleasedGPUsAreNotBoundForVirtualMachines(t *testing.T) {
 	})
 	machine := n.claim(t, "machine", name)
 	n.editNode(t, nil, map[string]string{passthroughAnnotation: "true", quiesce.Annotation: "true"})
-	eventually(t, "Prepare is refused with the reason", func() bool {
-		return strings.Contains(n.prepare(t, machine).GetError(), "released for a driver upgrade")
+	eventually(t, "the GPUs are released", func() bool {
+		done, ok := n.driver.hardware.Use()
+		done()
+		return !ok
 	})
+	if msg := n.prepare(t, machine).GetError(); !strings.Contains(msg, "released for a driver upgrade") {
+		t.Errorf("Prepare says %q", msg)
+	}
 }
 
 // noReadiness drops all conditions.
