@@ -13,8 +13,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 )
 
-// free returns how many GPUs can be allocated whole, and for each GPU that is offered in partitions
-// the largest one that can be allocated. taken has the names of the devices that claims have.
+// free returns how many GPUs can be allocated whole, also to virtual machines, and for each GPU
+// that is offered in partitions the largest one that can be allocated. taken has the names of the
+// devices that claims have.
 func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, partitions []metrics.FreePartition) {
 	left := remaining(published, taken)
 	inUse := map[string]bool{} // GPUs of which claims have a part
@@ -23,7 +24,7 @@ func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, par
 			inUse[n.GPU] = true
 		}
 	}
-	largest := map[string]metrics.FreePartition{}
+	whole, largest := map[string]bool{}, map[string]metrics.FreePartition{}
 	for _, slice := range published {
 		for _, d := range slice.Devices {
 			n, ok := device.ParseName(d.Name)
@@ -33,7 +34,7 @@ func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, par
 			can := !taken[d.Name] && !blocked(d) && left.allow(d)
 			if n.Partition == nil {
 				if can && !inUse[n.GPU] {
-					gpus++
+					whole[n.GPU] = true
 				}
 				continue
 			}
@@ -51,7 +52,7 @@ func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, par
 	for _, name := range slices.Sorted(maps.Keys(largest)) {
 		partitions = append(partitions, largest[name])
 	}
-	return gpus, partitions
+	return len(whole), partitions
 }
 
 // blocked reports whether a taint keeps the scheduler from allocating the device.

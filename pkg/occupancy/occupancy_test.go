@@ -27,7 +27,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
-// node is a node whose GPUs are offered whole, in partitions and in shares.
+// node is a node whose GPUs are offered whole, in partitions and in shares, and those with a
+// Passthrough to virtual machines.
 type node struct {
 	gpus    []device.GPU
 	shares  string
@@ -52,7 +53,7 @@ func (n *node) Slices() ([]resourceslice.Slice, bool) {
 	var offerings []device.Offering
 	for _, g := range n.gpus {
 		offerings = append(offerings, device.Offering{
-			GPU: g, Layout: device.Layout{Whole: true, Placements: true, Instances: g.MIG.Instances}, Shares: rules,
+			GPU: g, Layout: device.Layout{Whole: true, VFIO: g.Passthrough != nil, Placements: true, Instances: g.MIG.Instances}, Shares: rules,
 		})
 	}
 	all := device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
@@ -170,6 +171,12 @@ func TestWhatIsFree(t *testing.T) {
 		"admin access takes nothing": {func(t *testing.T, n *node) {
 			n.prepare(t, "a", "", checkpoint.Device{Device: n.gpus[0].WholeName(), AdminAccess: true})
 		}, expected{2, []string{"7g.80gb", "7g.80gb"}}},
+		"virtual machines may have a GPU too": {func(_ *testing.T, n *node) { n.gpus[0].Passthrough = &device.Passthrough{} },
+			expected{2, []string{"7g.80gb", "7g.80gb"}}},
+		"a virtual machine has a GPU": {func(t *testing.T, n *node) {
+			n.gpus[0].Passthrough = &device.Passthrough{}
+			n.prepare(t, "a", "", checkpoint.Device{Device: n.gpus[0].WholeName() + "-vfio"})
+		}, expected{1, []string{"", "7g.80gb"}}},
 		"a taint keeps claims away": {func(_ *testing.T, n *node) { n.taint = n.gpus[0].WholeName() },
 			expected{1, []string{"7g.80gb", "7g.80gb"}}},
 	} {
