@@ -3,6 +3,7 @@ package nodeview
 import (
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -30,6 +31,7 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 			GPUs: []nvidia.GPU{machine(first, 7), machine(second, 1), plain, bound, machine("0000:bb:00.0", 4)},
 		}})
 		n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+		var mu sync.Mutex // for the four below
 		var asked []int
 		var claimErr error
 		used, began := map[string]bool{second.WholeName(): true}, time.Now()
@@ -37,15 +39,25 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 		go Holders{
 			Node: n,
 			Foreign: func(minors []int) map[int][]nvidia.Process {
+				mu.Lock()
+				defer mu.Unlock()
 				asked = minors
 				return processes
 			},
-			InUse: func(gpu string) (bool, error) { return used[gpu], claimErr },
+			InUse: func(gpu string) (bool, error) {
+				mu.Lock()
+				defer mu.Unlock()
+				return used[gpu], claimErr
+			},
 		}.Run(t.Context())
+		synctest.Wait()
+		mu.Lock()
 		look := func() []device.PCIAddress {
 			asked = nil
+			mu.Unlock()
 			<-time.After(holdersInterval)
 			synctest.Wait()
+			mu.Lock()
 			var held []device.PCIAddress
 			for a, since := range n.View().Held {
 				held = append(held, a)
@@ -79,5 +91,6 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 		if held := look(); len(held) > 0 {
 			t.Errorf("held after the process ended: %v", held)
 		}
+		mu.Unlock()
 	})
 }
