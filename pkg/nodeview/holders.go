@@ -75,23 +75,26 @@ func (n *Node) setHeld(ctx context.Context, by map[device.PCIAddress]string) {
 	logger := klog.FromContext(ctx)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	var held map[device.PCIAddress]time.Time // nil if none is, so that the View stays the same
+	held := maps.Clone(n.held)
 	for address, processes := range by {
-		since, known := n.held[address]
-		if !known {
-			since = time.Now()
-			logger.Info("GPU cannot be passed to a virtual machine while processes have it open", "gpu", address.WholeName(), "processes", processes)
+		if _, known := held[address]; known {
+			continue
 		}
 		if held == nil {
 			held = map[device.PCIAddress]time.Time{}
 		}
-		held[address] = since
+		held[address] = time.Now()
+		logger.Info("GPU cannot be passed to a virtual machine while processes have it open", "gpu", address.WholeName(), "processes", processes)
 	}
-	for address := range n.held {
-		if _, still := held[address]; !still {
+	maps.DeleteFunc(held, func(address device.PCIAddress, _ time.Time) bool {
+		_, still := by[address]
+		if !still {
 			logger.Info("GPU can be passed to a virtual machine again", "gpu", address.WholeName())
 		}
+		return !still
+	})
+	if !maps.Equal(held, n.held) {
+		n.held = held
+		n.update()
 	}
-	n.held = held
-	n.update()
 }
