@@ -101,10 +101,8 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
 		}
-		if req.name.Passthrough || len(req.gpuEdits.DeviceNodes) == 0 {
-			if err := planPassthrough(r, &req); err != nil {
-				return nil, err
-			}
+		if err := planPassthrough(r, &req); err != nil {
+			return nil, err
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
