@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -76,7 +77,9 @@ func TestHardwareCheckJob(t *testing.T) {
 		t.Errorf("the check found another node: %s", report)
 	}
 	for _, c := range found.Checks {
-		if c.Verdict != facts.Agreed && c.Verdict != facts.NotProven {
+		// The simulated CUDA library computes nothing.
+		simulated := c.Verdict == facts.NotProven && strings.HasPrefix(c.Detail, "simulated library: ")
+		if c.Verdict != facts.Agreed && !simulated {
 			t.Errorf("%+v", c)
 		}
 	}
