@@ -1,6 +1,6 @@
-// Gotest runs `go test` and lists the skipped tests with their reasons at the end. Without -v, `go
-// test` shows a skipped test like one that passed. The arguments and the exit code are those of `go
-// test`.
+// Gotest runs `go test` and lists the failed and the skipped tests with their messages at the end.
+// Without -v, `go test` shows a skipped test like one that passed, and logs of a cluster can bury
+// why a test failed. The arguments and the exit code are those of `go test`.
 package main
 
 import (
@@ -11,6 +11,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -50,11 +51,12 @@ type event struct{ Action, Package, Test, Output string }
 type name struct{ pkg, test string }
 
 // report prints the output of `go test`, without -v only that of failed tests and of packages. It
-// keeps the names of skipped tests and their reasons for the end.
+// keeps the names of failed and of skipped tests and their reasons for the end.
 type report struct {
 	out     io.Writer
 	verbose bool
 	said    map[name][]string // output of tests that have not ended
+	failed  []string
 	skipped []string
 }
 
@@ -105,6 +107,9 @@ func (r *report) add(line []byte) error {
 	case "fail":
 		said := r.said[test]
 		delete(r.said, test)
+		if messages := messages(said); len(messages) > 0 {
+			r.failed = append(r.failed, fmt.Sprintf("%s %s:\n    %s", e.Package, e.Test, strings.Join(messages, "\n    ")))
+		}
 		if !r.verbose {
 			return r.print(strings.Join(said, ""))
 		}
@@ -114,14 +119,17 @@ func (r *report) add(line []byte) error {
 	return nil
 }
 
-// end prints the output of tests that have no result because their process died, and then the list
-// of skipped tests.
+// end prints the output of tests that have no result because their process died, and then the lists
+// of failed and of skipped tests.
 func (r *report) end() error {
 	var b strings.Builder
 	if !r.verbose {
 		for _, said := range r.said {
 			b.WriteString(strings.Join(said, ""))
 		}
+	}
+	if len(r.failed) > 0 {
+		fmt.Fprintf(&b, "\nFAILED, with these messages:\n  %s\n", strings.Join(r.failed, "\n  "))
 	}
 	if len(r.skipped) > 0 {
 		fmt.Fprintf(&b, "\nSKIPPED, so NOT tested, because:\n  %s\n", strings.Join(r.skipped, "\n  "))
@@ -132,6 +140,26 @@ func (r *report) end() error {
 func (r *report) print(text string) error {
 	_, err := io.WriteString(r.out, text)
 	return err
+}
+
+// messageLine is the first line of what a test logs or reports.
+var messageLine = regexp.MustCompile(`^\s+\w+\.go:\d+: `)
+
+const (
+	maxMessages      = 15
+	maxMessageLength = 600
+)
+
+// messages returns the first line of each message of a failed test, of the first messages.
+func messages(said []string) []string {
+	var lines []string
+	for _, line := range said {
+		if messageLine.MatchString(line) && len(lines) < maxMessages {
+			line = strings.TrimSpace(line)
+			lines = append(lines, line[:min(len(line), maxMessageLength)])
+		}
+	}
+	return lines
 }
 
 // reason returns the output of a skipped test (said, in lines) as one line.

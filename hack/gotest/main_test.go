@@ -68,3 +68,16 @@ func TestReportHasNoSummaryWithoutSkips(t *testing.T) {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 }
+
+func TestReportEndsWithTheMessagesOfFailures(t *testing.T) {
+	const source = tests + `func TestFails(t *testing.T) {
+	t.Error("it is broken")
+	t.Cleanup(func() { t.Log("logs:\n" + "a line\n") })
+}`
+	out, code := runIn(t, source, "-v")
+	_, summary, _ := strings.Cut(out, "FAILED, with these messages:")
+	if code == 0 || !strings.Contains(summary, "sample TestFails:\n    sample_test.go:8: it is broken") ||
+		strings.Contains(summary, "a line") {
+		t.Errorf("exit code %d: %s", code, out)
+	}
+}
