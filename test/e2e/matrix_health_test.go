@@ -48,7 +48,7 @@ func wards() []ward {
 const illTaint = "gpu.nvidia.com/xid=79:NoSchedule"
 
 // isIll waits until every device of the GPU at this PCI address has illTaint, and no device of
-// another GPU has a taint.
+// another GPU has a taint, and until the scheduler knows that.
 func (w *world) isIll(t *testing.T, gpu string) {
 	t.Helper()
 	prefix := deviceOf(gpu)
@@ -65,6 +65,7 @@ func (w *world) isIll(t *testing.T, gpu string) {
 		}
 		return true, ""
 	})
+	w.schedulerKnowsSlices(t)
 }
 
 // deviceOf returns the device name of the GPU at a PCI address.

@@ -53,6 +53,7 @@ func (w *world) testOtherRules(u tenant, same func(*testing.T)) {
 		events := w.events(t, "default", h100)
 		return strings.Contains(events, "SharesEnding: ") && strings.Contains(events, held[0]), events
 	})
+	w.schedulerKnowsSlices(t)
 	u.template("alone", shared("gpu.nvidia.com", fractioned, "", ""))
 	u.template("alone-of-sliced", shared("gpu.nvidia.com", timeSliced, "", ""))
 	whole := u.newcomers("wants", []string{"alone", "alone-of-sliced"})

@@ -244,6 +244,7 @@ func (w *world) testPolicyChanges(t *testing.T) {
 	// partitions must go, and no new partition may be allocated.
 	w.annotate(t, h100, "static")
 	w.offersShapes(t, h100, 7, 1)
+	w.schedulerKnowsSlices(t)
 	u.pod("late", onNode(h100), fromTemplate("gpu", "small"))
 	u.waits("late")
 	if _, there := w.devices(t, h100)[small]; !there {

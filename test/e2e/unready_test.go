@@ -266,6 +266,7 @@ func (w *world) testCause(t *testing.T, node string, c cause) {
 		t.Errorf("the taint came after %s, want it no sooner than after %s", took, c.notBefore)
 	}
 	w.saysWhyNot(t, node, c.says)
+	w.schedulerKnowsSlices(t)
 	u.pod("waits", onNode(node), fromTemplate("gpu", gpusTemplate(1)))
 	u.waits("waits")
 	c.end(t, node)

@@ -51,6 +51,10 @@ func (w *world) testUnvalidated(t *testing.T) {
 	objects, job := w.validationExample(t, u.namespace)
 	w.apply(t, u.namespace, objects)
 	u.gpus(1)
+	for device := range w.devices(t, h100) {
+		w.becomes(t, device, unvalidated)
+	}
+	w.schedulerKnowsSlices(t)
 	u.pod("early", onNode(h100), fromTemplate("gpu", gpusTemplate(1)))
 	u.waits("early")
 	template := *job.Spec.Template.Spec.ResourceClaims[0].ResourceClaimTemplateName
