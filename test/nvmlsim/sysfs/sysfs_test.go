@@ -692,6 +692,21 @@ func TestUnloadedModule(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.eventually("the loaded driver takes the functions that its name overrides", func() bool { return m.driver(gpu0) == "vfio-pci" })
+	for range 2 {
+		if err := m.state.SetVFIO(false); err != nil {
+			t.Fatal(err)
+		}
+		m.eventually("the unloaded driver lets go of its functions", func() bool { return m.driver(gpu0) == "" })
+		m.reads("vfio-pci\n", "bus/pci/devices", gpu0, "driver_override")
+		m.fails(syscall.ENOENT, gpu0, "bus/pci/drivers/vfio-pci/bind")
+		if _, err := os.Stat(m.path("module/vfio_pci")); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("an unloaded module is in sysfs: %v", err)
+		}
+		if err := m.state.SetVFIO(true); err != nil {
+			t.Fatal(err)
+		}
+		m.eventually("the driver that is loaded again takes them", func() bool { return m.driver(gpu0) == "vfio-pci" })
+	}
 }
 
 func TestAnotherCardInTheSlotStartsAnew(t *testing.T) {

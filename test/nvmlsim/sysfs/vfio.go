@@ -39,28 +39,33 @@ type vfioDevice struct {
 	withoutIOMMU bool
 }
 
-// lookAgain is how long the bus takes at most to notice a loaded module.
+// lookAgain is how long the bus takes at most to notice that a module was loaded or unloaded.
 const lookAgain = 200 * time.Millisecond
 
-// follow waits for the module of VFIO to be loaded, unless the node booted with it. A new driver
-// takes the functions that have no driver and whose override names it.
+// follow waits until the module of VFIO is loaded or unloaded. A new driver takes the functions
+// that have no driver and whose override names it. A driver that goes lets go of its functions,
+// whose overrides stay.
 func (b *bus) follow(booted bool) {
-	for loaded := booted; !loaded; {
+	for loaded := booted; ; {
 		select {
 		case <-b.stop:
 			return
 		default:
 			b.state.AwaitChange(lookAgain)
 		}
-		if loaded = b.vfioLoaded(); !loaded {
+		if now := b.vfioLoaded(); now == loaded {
 			continue
 		}
+		loaded = !loaded
 		if err := b.makeControls(); err != nil {
 			log.Printf("device nodes of VFIO: %v", err)
 		}
 		for _, address := range b.order {
 			d := b.functions[address]
 			_ = b.withLock(d, func() syscall.Errno {
+				if !loaded && d.vfio != nil {
+					b.unbindVFIO(d)
+				}
 				for _, v := range b.config.VFIODrivers() {
 					if _, has := b.lookup(address); has == "" && b.wants(v.Name, d) {
 						_ = b.probe(d, v.Name)
@@ -72,7 +77,8 @@ func (b *bus) follow(booted bool) {
 	}
 }
 
-// makeControls creates the device nodes that VFIO has as soon as its module is loaded.
+// makeControls creates the device nodes that VFIO has as soon as its module is loaded. They stay
+// when only the module vfio_pci is unloaded.
 func (b *bus) makeControls() error {
 	if !b.vfioLoaded() {
 		return nil

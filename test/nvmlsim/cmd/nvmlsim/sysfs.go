@@ -88,11 +88,16 @@ func startSysfs(root string) error {
 }
 
 func newVFIO(n *node) *cobra.Command {
-	command := &cobra.Command{Use: "vfio", Short: "Load the module of VFIO, or stand for a virtual machine"}
+	command := &cobra.Command{Use: "vfio", Short: "Load or unload the module of VFIO, or stand for a virtual machine"}
 	command.AddCommand(&cobra.Command{
 		Use: "load", Short: "Load the module vfio_pci, as modprobe does", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.with(func(f *state.File) error { return f.SetVFIO(true) })
+		},
+	}, &cobra.Command{
+		Use: "unload", Short: "Unload the module vfio_pci, as rmmod does; its driver lets go of its functions", Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			return n.with(func(f *state.File) error { return f.SetVFIO(false) })
 		},
 	}, &cobra.Command{
 		Use: "hold PATH...", Short: "Keep device nodes of VFIO open until a signal comes, as a virtual machine does", Args: cobra.MinimumNArgs(1),
