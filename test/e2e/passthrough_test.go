@@ -183,9 +183,10 @@ const passthroughExample = "passthrough.yaml"
 
 // testForeignHolder lets a process of the node have a GPU open. Meanwhile the GPU's device for
 // virtual machines is tainted, and no other. The node's /proc is simulated, so the process is, too.
+// It has the name of the plugin, as the plugin of NVIDIA's DRA driver has.
 func (w *world) testForeignHolder(t *testing.T) {
 	const held, process = "gpu-0000-d1-00-0-vfio", clusterharness.NodeRoot + "/proc/4242"
-	w.on(t, h100, "sh", "-ec", "mkdir -p "+process+"/fd; echo python >"+process+"/comm; ln -s /dev/nvidia6 "+process+"/fd/3")
+	w.on(t, h100, "sh", "-ec", "mkdir -p "+process+"/fd; echo gpu-kubelet-plu >"+process+"/comm; ln -s /dev/nvidia6 "+process+"/fd/3")
 	w.becomes(t, held, "gpu.nvidia.com/in-use=:NoSchedule")
 	if taints := w.taints(t, h100); len(taints) != 1 {
 		t.Errorf("devices are tainted: %v", taints)

@@ -247,7 +247,7 @@ func (e *Error) Error() string {
 	for i, p := range e.Users {
 		names[i] = p.String()
 	}
-	if !slices.ContainsFunc(e.Users, func(p nvidia.Process) bool { return !host.IsPlugin(p) }) {
+	if !slices.ContainsFunc(e.Users, func(p nvidia.Process) bool { return !p.Plugin }) {
 		return text + ": another instance of this plugin watches it and ends with the plugin's update, " + strings.Join(names, ", ")
 	}
 	return text + ": end " + strings.Join(names, ", ")

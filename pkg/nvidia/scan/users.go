@@ -16,13 +16,13 @@ func Users(p nvidia.Paths, minor int) []nvidia.Process {
 const persistenced = "nvidia-persiste"
 
 // Foreign lists the processes that have GPUs open, by the minor number of the GPU. It leaves out
-// the processes of this plugin and of another instance of it, and nvidia-persistenced. It reads the
-// open files of every process of the host once.
+// the child processes of this plugin and of another instance of it, and nvidia-persistenced. It
+// reads the open files of every process of the host once.
 func Foreign(p nvidia.Paths, minors []int) map[int][]nvidia.Process {
 	p = p.WithDefaults()
 	found := map[int][]nvidia.Process{}
 	for _, process := range host.UsersOf(p, host.GPUNodes(minors...)) {
-		if process.Name == persistenced || host.IsPlugin(process) {
+		if process.Name == persistenced || process.Plugin {
 			continue
 		}
 		for _, minor := range minors {

@@ -58,11 +58,20 @@ func TestUsersFindsProcessesByDeviceNumber(t *testing.T) {
 	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, 3)); diff != "" {
 		t.Error(diff)
 	}
-	// Of several GPUs, without those of the plugin and nvidia-persistenced.
+	// Of several GPUs, without those of the plugin and nvidia-persistenced. The plugin of NVIDIA's DRA
+	// driver has the plugin's name.
 	own, _ := os.ReadFile("/proc/self/comm")
-	process(15, strings.TrimSpace(string(own)), "0::/", "", host)
+	namesake := nvidia.Process{PID: 17, Name: strings.TrimSpace(string(own))}
+	for _, pid := range []int{15, 17} {
+		process(pid, namesake.Name, "0::/", "", host)
+	}
+	if err := os.WriteFile(filepath.Join(root, "proc/15/environ"), []byte("HOME=/\x00GPU_DRA_DRIVER_CHILD=1\x00"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	process(16, "nvidia-persiste", "0::/", "", host, other)
-	foreign := map[int][]nvidia.Process{3: append(want, nvidia.Process{PID: 14, Name: "ourselves"}), 4: {{PID: 12, Name: "elsewhere"}}}
+	foreign := map[int][]nvidia.Process{
+		3: append(want, nvidia.Process{PID: 14, Name: "ourselves"}, namesake), 4: {{PID: 12, Name: "elsewhere"}},
+	}
 	if err := os.Remove(filepath.Join(root, "proc", "self")); err != nil {
 		t.Fatal(err)
 	}

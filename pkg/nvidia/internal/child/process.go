@@ -62,7 +62,7 @@ type Process[M any] struct {
 // Start starts a child process and sends it an order.
 func Start[M any](c Command, order any) (*Process[M], error) {
 	command := exec.Command(c.Args[0], c.Args[1:]...)
-	command.Env = append(os.Environ(), c.Env...)
+	command.Env = append(append(os.Environ(), nvidia.ChildMark), c.Env...)
 	stdin, err := command.StdinPipe()
 	if err != nil {
 		return nil, err

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
 
 type message struct {
@@ -164,4 +165,15 @@ func FuzzMessages(f *testing.F) {
 		_ = receive(strings.NewReader(said), messages, make(chan struct{}))
 		_ = receive(strings.NewReader(said), make(chan anyMessage), killed)
 	})
+}
+
+func TestChildIsKnownAsTheirOwnByOtherInstances(t *testing.T) {
+	p := start(t, `read order; echo "$order"; read wait`)
+	<-p.Messages
+	if process := host.ProcessOf(nvidia.Paths{Proc: "/proc"}, uint32(p.PID)); !process.Plugin {
+		t.Errorf("%+v", process)
+	}
+	if process := host.ProcessOf(nvidia.Paths{Proc: "/proc"}, uint32(os.Getpid())); process.Plugin {
+		t.Errorf("%+v", process)
+	}
 }

@@ -144,17 +144,14 @@ func (n DeviceNodes) mappedIn(process string) bool {
 	return slices.ContainsFunc(n.names, func(name string) bool { return strings.Contains(string(maps), "/"+name+"\n") })
 }
 
-// ProcessOf returns PID, name and Pod of a process of the host.
+// ProcessOf returns what /proc says about a process of the host.
 func ProcessOf(p nvidia.Paths, pid uint32) nvidia.Process {
 	dir := filepath.Join(p.Proc, fmt.Sprint(pid))
-	return nvidia.Process{PID: pid, Name: hostfile.ReadTrimmed(filepath.Join(dir, "comm")), Pod: podOf(filepath.Join(dir, "cgroup"))}
-}
-
-// IsPlugin reports whether the process runs this program: this plugin, one of its children, or
-// another instance of it.
-func IsPlugin(process nvidia.Process) bool {
-	own, err := os.ReadFile("/proc/self/comm")
-	return err == nil && process.Name == strings.TrimSpace(string(own))
+	environment := strings.Split(hostfile.ReadTrimmed(filepath.Join(dir, "environ")), "\x00")
+	return nvidia.Process{
+		PID: pid, Name: hostfile.ReadTrimmed(filepath.Join(dir, "comm")), Pod: podOf(filepath.Join(dir, "cgroup")),
+		Plugin: slices.Contains(environment, nvidia.ChildMark),
+	}
 }
 
 // podGroup matches the kubelet's name for a Pod's cgroup. The systemd cgroup driver replaces the
