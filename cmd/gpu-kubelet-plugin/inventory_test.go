@@ -97,6 +97,10 @@ func TestInventoryWithoutDriverOffersGPUsToVirtualMachines(t *testing.T) {
 	}
 	settings := filepath.Join(root, "settings.yaml")
 	must(os.WriteFile(settings, []byte("passthrough:\n  enabled: true\n"), 0o600))
+	if _, errOut, code := inventoryOf(t, root, "--settings", settings); code == 0 {
+		t.Errorf("without the module vfio_pci: %d: %s", code, errOut)
+	}
+	must(os.MkdirAll(filepath.Join(root, "sys/module/vfio_pci/drivers/pci:vfio-pci"), 0o750))
 	out, errOut, code := inventoryOf(t, root, "--settings", settings)
 	if code != 0 || !strings.Contains(out, "1 x whole for a virtual machine") || !strings.Contains(out, "NVIDIA's driver is missing") ||
 		!strings.Contains(out, "install the NVIDIA driver") {

@@ -50,6 +50,8 @@ type Paths struct {
 	// LdconfigPath is the path of ldconfig on the host, which a hook runs for each container. Empty
 	// means /sbin/ldconfig.
 	LdconfigPath string `json:"ldconfigPath,omitempty"`
+	// Modules is the path at which the plugin sees the host's /lib/modules. Empty means the same path.
+	Modules string `json:"modules,omitempty"`
 	// Passthrough says to read from Sysfs which GPUs can be passed to virtual machines.
 	Passthrough bool `json:"passthrough,omitempty"`
 }
@@ -61,6 +63,7 @@ func (p Paths) WithDefaults() Paths {
 	p.HostDriverRoot = cleanOr(p.HostDriverRoot, p.DriverRoot)
 	p.Sysfs = cleanOr(p.Sysfs, "/sys")
 	p.Proc = cleanOr(p.Proc, "/proc")
+	p.Modules = cleanOr(p.Modules, "/lib/modules")
 	p.HookPath = cleanOr(p.HookPath, "/usr/bin/nvidia-cdi-hook")
 	return p
 }

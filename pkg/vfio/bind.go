@@ -41,9 +41,14 @@ func (f Found) Driver(function device.PCIAddress) string {
 
 // Bindings returns the bindings of the group's functions: companions first, the GPU last. The GPU
 // gets the driver that fits it best, of those in modules.alias, and companions get plain vfio-pci.
-// A function that a VFIO driver already has keeps that driver.
-func (g Group) Bindings(sysfs string, modulesAlias []byte) ([]Binding, error) {
-	best, err := Module(bytes.NewReader(modulesAlias), g.GPU)
+// A function that a VFIO driver already has keeps that driver. modules is where the caller sees the
+// host's /lib/modules. The error says which kernel module is not loaded.
+func (g Group) Bindings(sysfs, modules string) ([]Binding, error) {
+	aliases, err := modulesAlias(modules)
+	if err != nil {
+		return nil, err
+	}
+	best, err := Module(bytes.NewReader(aliases), g.GPU)
 	if err != nil {
 		return nil, err
 	}

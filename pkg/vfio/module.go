@@ -2,11 +2,30 @@ package vfio
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"os"
 	"path"
+	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
+
+// modulesAlias reads modules.alias of the running kernel. It is empty if there is no such file.
+func modulesAlias(modules string) ([]byte, error) {
+	var names unix.Utsname
+	if err := unix.Uname(&names); err != nil {
+		return nil, err
+	}
+	aliases, err := os.ReadFile(filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	return aliases, err
+}
 
 // plainModule is the VFIO driver for every PCI function.
 const plainModule = "vfio_pci"

@@ -27,9 +27,8 @@ const unwatchLimit = 20 * time.Second
 // Options configure a [Binder].
 type Options struct {
 	Paths nvidia.Paths
-	// Dev and Modules are where the plugin sees the host's /dev and /lib/modules. Empty means the same
-	// paths.
-	Dev, Modules string
+	// Dev is where the plugin sees the host's /dev. Empty means the same path.
+	Dev string
 	// Command starts the child process, which must call [Serve] on its standard input and output.
 	Command []string
 	Cards   Cards
@@ -67,9 +66,6 @@ func New(o Options) *Binder {
 	o.Paths = o.Paths.WithDefaults()
 	if o.Dev == "" {
 		o.Dev = "/dev"
-	}
-	if o.Modules == "" {
-		o.Modules = "/lib/modules"
 	}
 	return &Binder{options: o, slots: map[device.PCIAddress]*slot{}}
 }
@@ -147,9 +143,7 @@ func (b *Binder) Access(ctx context.Context, card device.PCIAddress, preferIOMMU
 }
 
 func (b *Binder) order(op operation, card device.Card, list []vfio.Binding) order {
-	return order{
-		Paths: b.options.Paths, Dev: b.options.Dev, Alias: modulesAlias(b.options.Modules), Op: op, Card: card.PCIAddress, List: list,
-	}
+	return order{Paths: b.options.Paths, Dev: b.options.Dev, Op: op, Card: card.PCIAddress, List: list}
 }
 
 // call carries out the order in a child process. If the card's last process still hangs, it returns

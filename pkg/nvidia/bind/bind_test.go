@@ -72,9 +72,9 @@ func newSite(t *testing.T, node string, edit func(*model.Node)) *site {
 	})
 	s.cards = cut.New(s.Paths(), nil, s.Role("partition")...)
 	t.Cleanup(s.cards.Close)
-	s.Binder = New(Options{
-		Paths: s.Paths(), Dev: config.Dev, Modules: config.ModulesPath(), Command: s.Role("bind"), Cards: s.cards,
-	})
+	paths := s.Paths()
+	paths.Modules = config.ModulesPath()
+	s.Binder = New(Options{Paths: paths, Dev: config.Dev, Command: s.Role("bind"), Cards: s.cards})
 	for _, g := range described.GPUs {
 		s.functions = append(s.functions, device.PCIAddress(g.PCI))
 	}

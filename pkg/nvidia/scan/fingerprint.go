@@ -30,6 +30,10 @@ func Fingerprint(p nvidia.Paths) string {
 	for _, a := range gpus {
 		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.GraphicsDevices(p.Sysfs, a))
 	}
+	if p.Passthrough {
+		modules, _ := fs.Glob(os.DirFS(p.Sysfs), "module/*vfio*")
+		fmt.Fprintln(h, modules)
+	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
 	for _, dir := range driverroot.LibraryDirs() {
 		dir := filepath.Join(p.DriverRoot, dir)

@@ -54,7 +54,7 @@ func readPassthrough(ctx context.Context, p nvidia.Paths) []device.GPU {
 	for _, address := range onBus {
 		go func() {
 			what := "sysfs for " + string(address)
-			g, err := nvmlx.Bounded(ctx, nvmlx.CallLimit, what, func() (device.GPU, error) { return passthroughOf(p.Sysfs, address) })
+			g, err := nvmlx.Bounded(ctx, nvmlx.CallLimit, what, func() (device.GPU, error) { return passthroughOf(p, address) })
 			if err != nil {
 				g = device.GPU{PCIAddress: address, NoPassthrough: err.Error()}
 			}
@@ -69,8 +69,8 @@ func readPassthrough(ctx context.Context, p nvidia.Paths) []device.GPU {
 	return all
 }
 
-func passthroughOf(sysfs string, address device.PCIAddress) (device.GPU, error) {
-	g := device.GPU{PCIAddress: address}
+func passthroughOf(p nvidia.Paths, address device.PCIAddress) (device.GPU, error) {
+	g, sysfs := device.GPU{PCIAddress: address}, p.Sysfs
 	locate(sysfs, &g)
 	group, err := vfio.Read(sysfs, address)
 	if err != nil {
@@ -82,6 +82,10 @@ func passthroughOf(sysfs string, address device.PCIAddress) (device.GPU, error) 
 	if d := group.GPU.Driver; d != "" && d != "nvidia" && !group.GPU.Bound() {
 		g.NoPassthrough = fmt.Sprintf("kernel driver %s has it", d)
 		return g, nil
+	}
+	if _, err := group.Bindings(sysfs, p.Modules); err != nil {
+		g.NoPassthrough = err.Error()
+		return g, nil //nolint:nilerr // the GPU has the reason
 	}
 	memory, err := vfio.AddressableMemory(sysfs, address)
 	if err != nil {

@@ -3,6 +3,8 @@ package scan
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -12,8 +14,33 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 )
 
-func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
+// withVFIO loads the module vfio_pci.
+func withVFIO(t *testing.T, p nvidia.Paths) nvidia.Paths {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Join(p.Sysfs, "module/vfio_pci/drivers/pci:vfio-pci"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestMissingModuleIsTheReason(t *testing.T) {
 	p := nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths()
+	p.Passthrough = true
+	without := Fingerprint(p)
+	if g := readPassthrough(t.Context(), p)[0]; g.Passthrough != nil || !strings.Contains(g.NoPassthrough, "modprobe vfio_pci") {
+		t.Errorf("%+v", g)
+	}
+	withVFIO(t, p)
+	if Fingerprint(p) == without {
+		t.Error("no scan would find that the module is loaded")
+	}
+	if g := readPassthrough(t.Context(), p)[0]; g.Passthrough == nil {
+		t.Errorf("%+v", g)
+	}
+}
+
+func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
+	p := withVFIO(t, nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths())
 	listed := nvidia.Node{GPUs: []nvidia.GPU{{GPU: device.GPU{PCIAddress: "0000:21:00.0", UUID: "GPU-1"}}}}
 	if got, err := addPassthrough(t.Context(), p, listed, nil); err != nil || got.GPUs[0].Passthrough != nil || got.Passthrough != nil {
 		t.Errorf("off: %+v, %v", got, err)
@@ -52,7 +79,7 @@ func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
 
 // Without NVIDIA's driver, the error of the scan says which GPUs virtual machines can use.
 func TestScanWithoutDriverReportsPassthrough(t *testing.T) {
-	p := nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths()
+	p := withVFIO(t, nvidiatest.NewSite(t, "vfio-awkward", layout.Container, "").Paths())
 	p.DriverRoot, p.Passthrough = t.TempDir(), true
 	_, err := describe(scanNode(context.Background(), p)).result()
 	var unready *nvidia.NotReadyError
