@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
@@ -47,9 +48,12 @@ const conflictWait = 10 * time.Second
 // needs. The context ends when the plugin stops.
 func transactionOptions(
 	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares *shareTotals,
-	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports,
+	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports, inv *inventory.Inventory,
 ) prepare.Options {
-	node.Partitions, node.Binder = parts.Partitions, parts.Binder
+	node.Partitions = parts.Partitions
+	if parts.Binder != nil {
+		node.Binder = rescanning{parts.Binder, inv}
+	}
 	paths := Paths(cfg)
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,

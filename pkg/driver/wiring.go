@@ -142,7 +142,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
 		BootID: state.bootID, Now: time.Now, Records: state.records,
 		Specs: metadata.WithSpecs{Store: specs, Files: described}, Hardware: node, MPS: supervisor,
-	}, totals, calls, status, toAdmins))
+	}, totals, calls, status, toAdmins, inv))
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()
 		return used.Claims, used.GPUs, err

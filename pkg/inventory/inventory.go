@@ -14,6 +14,7 @@ import (
 	"errors"
 	"reflect"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -100,6 +101,9 @@ type Inventory struct {
 	hardware     Hardware
 	current      atomic.Pointer[Snapshot]
 	scanRequests chan struct{}
+
+	mu      sync.Mutex
+	waiting []chan struct{} // closed when a scan ends that began later
 }
 
 // New returns an inventory that has not scanned yet.
@@ -120,6 +124,19 @@ func (i *Inventory) RequestScan() {
 	select {
 	case i.scanRequests <- struct{}{}:
 	default:
+	}
+}
+
+// Rescan waits until a scan that began after this call is in the snapshot, or until ctx ends.
+func (i *Inventory) Rescan(ctx context.Context) {
+	done := make(chan struct{})
+	i.mu.Lock()
+	i.waiting = append(i.waiting, done)
+	i.mu.Unlock()
+	i.RequestScan()
+	select {
+	case <-done:
+	case <-ctx.Done():
 	}
 }
 
@@ -173,6 +190,10 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	if !l.scanned || fingerprint != l.fingerprint {
 		l.backoff = firstRetry
 	}
+	i.mu.Lock()
+	waiting := i.waiting
+	i.waiting = nil
+	i.mu.Unlock()
 	node, err := i.hardware.Scan(ctx)
 	if ctx.Err() != nil {
 		return 0
@@ -196,6 +217,9 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	s := i.snapshotOf(node, err)
 	s.Files = scan.WithoutInstances(fingerprint)
 	l.set(s)
+	for _, done := range waiting {
+		close(done)
+	}
 	return i.pause()
 }
 

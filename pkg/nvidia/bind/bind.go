@@ -165,7 +165,7 @@ func (b *Binder) call(ctx context.Context, o order) (answer, error) {
 	if err := s.awaitGone(ctx, o); err != nil {
 		return answer{}, err
 	}
-	nodes, err := o.nodes() // read now, because a card of which a driver lets go shows no nodes
+	nodes, err := o.awaitNodes(ctx) // read now, because a card of which a driver lets go shows no nodes
 	if err != nil {
 		return answer{}, err
 	}

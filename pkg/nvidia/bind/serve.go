@@ -6,12 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
-	"os"
-	"path/filepath"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -28,13 +23,14 @@ const (
 	// for seconds.
 	idleLimit = 5 * time.Second
 	idlePoll  = 100 * time.Millisecond
+	// listLimit is how long NVIDIA's driver may take to list a card that it has.
+	listLimit = 10 * time.Second
 )
 
 // order tells the child process what to do with one card.
 type order struct {
 	Paths nvidia.Paths      `json:"paths"`
 	Dev   string            `json:"dev"`
-	Alias string            `json:"alias"` // path of modules.alias
 	Op    operation         `json:"op"`
 	Card  device.PCIAddress `json:"card"`
 	List  []vfio.Binding    `json:"list,omitempty"`
@@ -110,11 +106,7 @@ func (o order) look() (answer, error) {
 	if refusal := group.Refusal(); refusal != "" {
 		return answer{}, errors.New(refusal)
 	}
-	alias, err := os.ReadFile(o.Alias)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return answer{}, err
-	}
-	list, err := group.Bindings(o.Paths.Sysfs, alias)
+	list, err := group.Bindings(o.Paths.Sysfs, o.Paths.Modules)
 	return answer{List: list}, err
 }
 
@@ -169,12 +161,23 @@ func (o order) nodes() (host.DeviceNodes, error) {
 	return host.GPUNodes(minor), err
 }
 
-// modulesAlias returns the path of modules.alias of the running kernel. modules is where the caller
-// sees the host's /lib/modules.
-func modulesAlias(modules string) string {
-	var names unix.Utsname
-	if err := unix.Uname(&names); err != nil {
-		return filepath.Join(modules, "modules.alias") // Linux always knows its release
+// awaitNodes waits until nodes knows the device nodes. The kernel links a driver to a card before
+// the driver has taken it, and only then does NVIDIA's driver list the card (drivers/base/dd.c,
+// really_probe).
+func (o order) awaitNodes(ctx context.Context) (host.DeviceNodes, error) {
+	ctx, cancel := context.WithTimeout(ctx, listLimit)
+	defer cancel()
+	poll := time.NewTicker(idlePoll)
+	defer poll.Stop()
+	for {
+		nodes, err := o.nodes()
+		if err == nil {
+			return nodes, nil
+		}
+		select {
+		case <-poll.C:
+		case <-ctx.Done():
+			return nodes, err
+		}
 	}
-	return filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias")
 }
