@@ -55,7 +55,7 @@ type Offering struct {
 // shared counters. reason says why less is offered than the policy wants. Otherwise it is empty.
 func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, reason string) {
 	if g.PassthroughOnly() {
-		return Layout{VFIO: policy.Passthrough}, ""
+		return Layout{VFIO: policy.Passthrough}, g.boundReason()
 	}
 	l, reason := decideMIG(g, owned, policy, counters)
 	if !policy.Passthrough {
@@ -64,6 +64,17 @@ func Decide(g GPU, owned []Instance, policy Policy, counters bool) (_ Layout, re
 	var impossible string
 	l.VFIO, impossible = decidePassthrough(g, l, counters)
 	return l, strings.Join(slices.DeleteFunc([]string{reason, impossible}, func(s string) bool { return s == "" }), "; ")
+}
+
+// boundReason says why containers cannot get a GPU that is bound to VFIO for no claim. An admin did
+// that on purpose, or the record of a claim was lost.
+func (g GPU) boundReason() string {
+	if !g.Passthrough.BoundByAdmin {
+		return ""
+	}
+	return "a VFIO driver has the GPU and no claim does, so only virtual machines can get it: to give it back to its driver, " +
+		"write on the node for its PCI address A, and for the other functions of its slot: " +
+		"echo > /sys/bus/pci/devices/A/driver_override && echo A > /sys/bus/pci/devices/A/driver/unbind && echo A > /sys/bus/pci/drivers_probe"
 }
 
 // decidePassthrough reports whether a GPU that is offered like l is also offered to virtual

@@ -26,6 +26,9 @@ func (p *Offer) addUnlisted(r Rules) error {
 		why, offered := p.unlistedOffer(g, claimed)
 		p.unlisted = append(p.unlisted, g.WholeName()+": "+why)
 		if offered {
+			facts := *g.Passthrough
+			facts.BoundByAdmin = facts.BoundByAdmin && !claimed // else it is the claim that has it bound
+			g.Passthrough = &facts
 			gpus = append(gpus, nvidia.GPU{GPU: g})
 		}
 	}
@@ -56,7 +59,7 @@ func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered b
 	case !p.policies.For(g).Passthrough:
 		return what + "; not for virtual machines: passthrough is off for it", false
 	case g.Passthrough.BoundByAdmin:
-		return "an admin bound it to VFIO: for virtual machines only", true
+		return "bound to VFIO by no claim: for virtual machines only", true
 	case p.Node.Driver.Version == "" && !g.Passthrough.HasDriver:
 		return "no kernel driver has it, and NVIDIA's driver is missing: for virtual machines only", true
 	default:

@@ -48,7 +48,7 @@ gpu-0000-aa-00-0  -           1 x whole for a virtual machine
 gpu-0000-bb-00-0  -           1 x whole for a virtual machine
 
 Not listed by NVML:
-  gpu-0000-aa-00-0: an admin bound it to VFIO: for virtual machines only
+  gpu-0000-aa-00-0: bound to VFIO by no claim: for virtual machines only
   gpu-0000-bb-00-0: a claim has it for a virtual machine
   gpu-0000-cc-00-0: bound to the kernel driver vfio-pci, not to nvidia; not for virtual machines: passthrough is off for it
   gpu-0000-dd-00-0: NVML does not list it; not for virtual machines: it has no IOMMU group
@@ -56,7 +56,9 @@ Not listed by NVML:
 
 Not offered, or only in part:
   gpu-0000-1b-00-0: not offered to virtual machines: passthrough is off in the plugin's settings, so it may not bind GPUs to VFIO
-`
+  gpu-0000-aa-00-0: a VFIO driver has the GPU and no claim does, so only virtual machines can get it: to give it back to its driver, ` +
+		"write on the node for its PCI address A, and for the other functions of its slot: echo > /sys/bus/pci/devices/A/driver_override && " +
+		"echo A > /sys/bus/pci/devices/A/driver/unbind && echo A > /sys/bus/pci/drivers_probe\n"
 	if diff := cmp.Diff(want, out.String()); diff != "" {
 		t.Error(diff)
 	}
