@@ -16,6 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/scheduler"
@@ -35,6 +36,8 @@ type policyRun struct {
 	// the Node's annotation. shares are the rules for sharing GPUs.
 	configured, annotated string
 	shares                device.ShareRules
+	// configuredMachines and annotatedMachines say which GPUs are offered to virtual machines.
+	configuredMachines, annotatedMachines device.PassthroughSettings
 	// scheduler allocates from the published slices. It is nil while no slices are published, because
 	// the kubelet has deleted them.
 	scheduler *scheduler.Scheduler
@@ -74,6 +77,11 @@ var shareRules = []string{
 	"[{index: 1, profile: 3g.40gb, kind: fractions}]",
 }
 
+// machineRules are rules of passthrough that an admin may write.
+var machineRules = []device.PassthroughSettings{
+	{}, {Enabled: ptr.To(true)}, {Enabled: ptr.To(false)}, {Rules: []device.PassthroughRule{{GPUs: "0000:1b:00.0", Enabled: ptr.To(true)}}},
+}
+
 const attribute = `device.attributes["gpu.nvidia.com"].`
 
 // requestClasses are the device classes that claims request.
@@ -85,6 +93,7 @@ var requestClasses = scheduler.Classes{
 	"upper": attribute + `type == "mig" && ` + attribute + `placementStart == 4`,
 	"share": attribute + `type == "gpu-share"`,
 	"part":  attribute + `type == "mig-share"`,
+	"vm":    attribute + `type == "vfio"`,
 }
 
 // newPolicyRun returns a run on a node whose plugin is not yet started. seed determines the run.
@@ -93,13 +102,13 @@ func newPolicyRun(dir string, seed uint64) (*policyRun, error) {
 	if err != nil {
 		return nil, err
 	}
-	w.noFaults = true
+	w.noFaults, w.passthrough = true, true
 	s := &policyRun{world: w, dice: newDice(seed), taken: scheduler.NewTaken()}
 	rules := pick(s.dice, shareRules)
 	if s.shares, err = settingstest.Shares(rules); err != nil {
 		return nil, err
 	}
-	s.configured = pick(s.dice, policyRules)
+	s.configured, s.configuredMachines = pick(s.dice, policyRules), pick(s.dice, machineRules)
 	s.note("the MIG policy is %q, the rules for shares are %q", s.configured, rules)
 	return s, nil
 }
@@ -135,11 +144,10 @@ func (s *policyRun) step() {
 	case n < 60:
 		s.onTenant(s.unprepareTenant)
 	case n < 68:
-		s.annotated = pick(s.dice, policyRules)
-		s.note("the Node's annotation says %q", s.annotated)
+		s.annotate(pick(s.dice, policyRules), pick(s.dice, machineRules))
 		s.follow()
 	case n < 74:
-		s.configured = pick(s.dice, policyRules)
+		s.configured, s.configuredMachines = pick(s.dice, policyRules), pick(s.dice, machineRules)
 		s.note("the configuration says %q", s.configured)
 		s.restart()
 	case n < 78:
@@ -179,19 +187,40 @@ func (s *policyRun) restart() {
 		s.violates("the plugin does not recover: %v", err)
 	}
 	s.layouts = publish.NewLayouts(s.plugin, s)
-	s.layouts.SetConfigured(s.policies(s.configured))
+	s.layouts.SetConfigured(s.policies(s.configured, s.configuredMachines))
 	s.layouts.Reset()
 	s.follow()
 }
 
-func (s *policyRun) follow() { s.layouts.SetNodePolicies(s.policies(s.annotated)) }
+// annotate changes the Node's annotations.
+func (s *policyRun) annotate(rules string, machines device.PassthroughSettings) {
+	s.annotated, s.annotatedMachines = rules, machines
+	s.note("the Node's annotations say %q, and for virtual machines %+v", rules, machines)
+	s.follow()
+}
 
-func (s *policyRun) policies(rules string) device.Policies {
+func (s *policyRun) follow() { s.layouts.SetNodePolicies(s.policies(s.annotated, s.annotatedMachines)) }
+
+func (s *policyRun) policies(rules string, machines device.PassthroughSettings) device.Policies {
 	p, err := settings.ParseMIG(rules)
 	if err != nil {
 		s.violates("parse the policy rules %q: %v", rules, err)
 	}
-	return p
+	m, _ := machines.Policies(nil)
+	return p.And(m)
+}
+
+// scan is the node's, with the GPUs that virtual machines have, as package nodeview adds them.
+func (s *policyRun) scan() {
+	s.world.scan()
+	node := &s.snapshot.Node
+	for _, away := range node.Passthrough {
+		g, mig := s.gpu(away.WholeName()), &device.MIG{Profiles: profiles}
+		away.UUID, away.Minor, away.MemoryBytes, away.MIG, away.Passthrough = g.UUID, g.Minor, gpuMemory, mig, &device.Passthrough{}
+		node.GPUs = append(node.GPUs, nvidia.GPU{GPU: away})
+	}
+	node.Passthrough = nil
+	slices.SortFunc(node.GPUs, func(a, b nvidia.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
 }
 
 // publish makes the plugin publish its slices. In half of the cases the plugin then reconciles.
@@ -278,7 +307,7 @@ func (s *policyRun) allocate() {
 	}
 	spec := resourceapi.DeviceClaim{}
 	for i := range 1 + s.IntN(2) {
-		class := pick(s.dice, []string{"whole", "whole", "1g", "1g", "2g", "3g", "upper"})
+		class := pick(s.dice, []string{"whole", "whole", "1g", "1g", "2g", "3g", "upper", "vm"})
 		// A share with limited memory and compute must be the claim's only device, because MPS shows the
 		// claim's processes no other GPU.
 		if i == 0 && s.chance(20) {

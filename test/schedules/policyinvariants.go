@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -163,19 +164,15 @@ func (s *policyRun) end() {
 			s.adminDisablesMIG(g)
 		}
 	}
-	s.annotated = "static"
-	s.note("the Node's annotation says %q", s.annotated)
-	s.follow()
+	s.annotate("static", device.PassthroughSettings{Enabled: ptr.To(false)})
 	s.letSettle()
 	for _, g := range s.gpus {
 		if g.Enabled {
 			s.violates("%s is left in MIG mode under the policy static", g.name())
 		}
 	}
-	s.checkOffered("static", func(n device.Name) bool { return n.Partition == nil })
-	s.annotated = "dynamic"
-	s.note("the Node's annotation says %q", s.annotated)
-	s.follow()
+	s.checkOffered("static", func(n device.Name) bool { return n.Partition == nil && !n.Passthrough })
+	s.annotate("dynamic", device.PassthroughSettings{Enabled: ptr.To(true)})
 	s.letSettle()
 	s.checkOffered("dynamic", func(device.Name) bool { return true })
 }
@@ -206,7 +203,7 @@ func (s *policyRun) checkOffered(policy string, wanted func(device.Name) bool) {
 			if _, there := counters[name]; there != want {
 				s.violates("under the policy %s, device %s is published: %t; want the opposite", policy, name, there)
 			}
-			overlap = overlap || want && (n.Share || n.Partition != nil)
+			overlap = overlap || want && (n.Share || n.Partition != nil || n.Passthrough)
 		}
 	}
 	for name, form := range counters {
