@@ -66,11 +66,7 @@ func Replace(disk FS, path string, data []byte) error {
 // new one. Everybody may read the file. It is for files that need not survive a power cut. Only one
 // call for a temporary file may run at a time.
 func ReplaceUnsynced(path, temporary string, data []byte) error {
-	// What a killed call left, or someone planted, is removed and never written to.
-	if err := os.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	f, err := os.OpenFile(temporary, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
+	f, err := createNew(temporary)
 	if err != nil {
 		return err
 	}
@@ -126,13 +122,23 @@ type OS struct{}
 
 var _ FS = OS{}
 
-// Create never writes to an existing file, because it may be a planted symlink, or another process
-// may have it open. It removes such a file first.
-func (OS) Create(path string, data []byte) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+// createNew creates the file at path. It never opens an existing file, which may be a planted
+// symlink, or another process may have it open. It removes such a file, such as a killed call left.
+func createNew(path string) (*os.File, error) {
+	const flags = os.O_WRONLY | os.O_CREATE | os.O_EXCL
+	f, err := os.OpenFile(path, flags, 0o600)
+	if errors.Is(err, fs.ErrExist) {
+		if err := os.Remove(path); err != nil {
+			return nil, err
+		}
+		f, err = os.OpenFile(path, flags, 0o600)
 	}
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	return f, err
+}
+
+// Create implements [FS].
+func (OS) Create(path string, data []byte) error {
+	f, err := createNew(path)
 	if err != nil {
 		return err
 	}
