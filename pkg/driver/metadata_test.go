@@ -14,7 +14,7 @@ import (
 
 func TestMetadataFilesLiveAsLongAsTheirClaims(t *testing.T) {
 	n := newNode(t)
-	file := func(uid string) string { return filepath.Join(n.cfg.PluginDir, "metadata", uid, "gpu.json") }
+	file := func(uid string) string { return filepath.Join(n.cfg.PluginDir, "metadata", uid+"_gpu.json") }
 	describes := func(uid, uuid string) {
 		t.Helper()
 		f, err := os.Open(file(uid))
@@ -30,7 +30,7 @@ func TestMetadataFilesLiveAsLongAsTheirClaims(t *testing.T) {
 			t.Errorf("the metadata of %s is %+v", uid, m)
 		}
 	}
-	gone := func(uid string) bool { _, err := os.Stat(filepath.Dir(file(uid))); return os.IsNotExist(err) }
+	gone := func(uid string) bool { _, err := os.Stat(file(uid)); return os.IsNotExist(err) }
 
 	// A killed call left a file, and its claim has no record.
 	if err := os.MkdirAll(filepath.Dir(file("uid-dead")), 0o700); err != nil {

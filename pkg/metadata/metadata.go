@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -86,23 +87,18 @@ func (f *Files) MetadataEdits(c Claim, request string) (specs.ContainerEdits, er
 	}}}, nil
 }
 
-// path returns where the file of a claim's request is, and the request's name without the
-// subrequest, which names the file. It refuses names that would lead out of root, although the API
-// server makes no such UID.
+// path returns where the file of a claim's request is: <UID>_<request>.json, without the
+// subrequest. It also returns the request's name in it, which has no "_". It refuses names that
+// would lead out of root, although the API server makes no such UID.
 func (f *Files) path(uid types.UID, request string) (base, path string, err error) {
 	base = resourceclaim.BaseRequestRef(request)
 	if wrong := validation.IsDNS1123Label(base); len(wrong) > 0 {
 		return "", "", fmt.Errorf("request %q cannot name a metadata file: %s", base, strings.Join(wrong, ", "))
 	}
-	dir, err := f.dir(uid)
-	return base, filepath.Join(dir, base+".json"), err
-}
-
-func (f *Files) dir(uid types.UID) (string, error) {
-	if uid == "" || uid == "." || uid == ".." || strings.ContainsAny(string(uid), "/\x00") {
-		return "", fmt.Errorf("claim UID %q cannot name a directory", uid)
+	if uid == "" || strings.ContainsAny(string(uid), "/\x00") {
+		return "", "", fmt.Errorf("claim UID %q cannot name a metadata file", uid)
 	}
-	return filepath.Join(f.root, string(uid)), nil
+	return base, filepath.Join(f.root, string(uid)+"_"+base+".json"), nil
 }
 
 // WriteMetadata makes the file of the request say what r says. It leaves a file that does already.
@@ -131,10 +127,14 @@ func (f *Files) WriteMetadata(c Claim, r Request) error {
 			return err
 		}
 	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return fmt.Errorf("write device metadata: %w", err)
+	temporary := strings.TrimSuffix(path, ".json") + ".tmp"
+	err = durable.ReplaceUnsynced(path, temporary, data)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err = os.MkdirAll(f.root, 0o700); err == nil {
+			err = durable.ReplaceUnsynced(path, temporary, data)
+		}
 	}
-	if err := durable.ReplaceUnsynced(path, filepath.Join(filepath.Dir(path), "."+filepath.Base(path)), data); err != nil {
+	if err != nil {
 		return fmt.Errorf("write device metadata: %w", err)
 	}
 	return nil
@@ -164,12 +164,14 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 
 // Remove removes the claim's files. If there are none, it succeeds.
 func (f *Files) Remove(uid types.UID) error {
-	dir, err := f.dir(uid)
-	if err == nil {
-		err = os.RemoveAll(dir)
-	}
+	all, err := f.byClaim()
 	if err != nil {
-		return fmt.Errorf("remove device metadata: %w", err)
+		return err
+	}
+	for _, name := range all[uid] {
+		if err := os.Remove(filepath.Join(f.root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove device metadata: %w", err)
+		}
 	}
 	return nil
 }
@@ -184,15 +186,32 @@ func (f *Files) RemoveAll() error {
 
 // Claims lists the UIDs of the claims that have files.
 func (f *Files) Claims() ([]types.UID, error) {
-	entries, err := os.ReadDir(f.root)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	all, err := f.byClaim()
+	return slices.Sorted(maps.Keys(all)), err
+}
+
+// byClaim lists the names of each claim's files, with the temporary ones that killed calls left.
+func (f *Files) byClaim() (map[types.UID][]string, error) {
+	dir, err := os.Open(f.root)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
 		return nil, fmt.Errorf("list device metadata: %w", err)
 	}
-	uids := make([]types.UID, len(entries))
-	for i, e := range entries {
-		uids[i] = types.UID(e.Name())
+	defer func() { _ = dir.Close() }()
+	names, err := dir.Readdirnames(-1)
+	if err != nil {
+		return nil, fmt.Errorf("list device metadata: %w", err)
 	}
-	return uids, nil
+	all := map[types.UID][]string{}
+	for _, name := range names {
+		if end := strings.LastIndexByte(name, '_'); end > 0 {
+			uid := types.UID(name[:end])
+			all[uid] = append(all[uid], name)
+		}
+	}
+	return all, nil
 }
 
 // WithSpecs are the CDI specs and the metadata files of all claims. A claim's files exist as long

@@ -104,7 +104,7 @@ func TestReaderOfOneVersionReadsFiles(t *testing.T) {
 		if err := NewFiles(root).WriteMetadata(template, request("gpu", "GPU-1")); err != nil {
 			t.Fatal(err)
 		}
-		data, err := os.ReadFile(filepath.Join(root, "uid-2", "gpu.json"))
+		data, err := os.ReadFile(filepath.Join(root, "uid-2_gpu.json"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -154,7 +154,7 @@ func TestAllVersionsOfTheLibraryAreWritten(t *testing.T) {
 func TestGenerationGrowsWithEachChange(t *testing.T) {
 	root := t.TempDir()
 	f := NewFiles(root)
-	name := filepath.Join(root, "uid-1", "gpu.json")
+	name := filepath.Join(root, "uid-1_gpu.json")
 	write := func(uuid string) os.FileInfo {
 		t.Helper()
 		if err := f.WriteMetadata(claim, request("gpu", uuid)); err != nil {
@@ -202,19 +202,40 @@ func TestNamesakesHaveFilesOfTheirOwn(t *testing.T) {
 	if left, err := f.Claims(); err != nil || !slices.Equal(left, []types.UID{"uid-new"}) {
 		t.Errorf("left: %v, %v", left, err)
 	}
-	read(t, filepath.Join(root, "uid-new", "gpu.json"))
+	read(t, filepath.Join(root, "uid-new_gpu.json"))
 	if err := errors.Join(f.Remove("uid-new"), f.Remove("uid-new"), f.Remove("never seen")); err != nil {
 		t.Error(err)
+	}
+}
+
+// A claim's files are found by the UID in their names. So no UID may name the files of others.
+func TestRemovesOnlyTheFilesOfTheClaim(t *testing.T) {
+	root := t.TempDir()
+	f := NewFiles(root)
+	longer := claim
+	longer.UID = claim.UID + "_gpu" // a name that the API server never gives
+	if err := errors.Join(f.WriteMetadata(claim, request("gpu", "GPU-1")), f.WriteMetadata(claim, request("second", "GPU-2")),
+		f.WriteMetadata(longer, request("gpu", "GPU-1")),
+		os.WriteFile(filepath.Join(root, "uid-1_gpu.tmp"), nil, 0o600), // of a killed call
+		os.WriteFile(filepath.Join(root, "other"), nil, 0o600),
+		f.Remove(""), f.Remove("uid"), f.Remove("../uid-1"), f.Remove(claim.UID)); err != nil {
+		t.Fatal(err)
+	}
+	if left, err := f.Claims(); err != nil || !slices.Equal(left, []types.UID{longer.UID}) {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	if names, err := os.ReadDir(root); err != nil || len(names) != 2 {
+		t.Errorf("left: %v, %v", names, err)
 	}
 }
 
 func TestNamesThatLeadElsewhereAreRefused(t *testing.T) {
 	root := filepath.Join(t.TempDir(), "metadata")
 	f := NewFiles(root)
-	for _, uid := range []types.UID{"", ".", "..", "../x", "a/b", "a\x00"} {
+	for _, uid := range []types.UID{"", "../x", "a/b", "a\x00"} {
 		bad := claim
 		bad.UID = uid
-		if f.WriteMetadata(bad, request("gpu", "GPU-1")) == nil || f.Remove(uid) == nil {
+		if f.WriteMetadata(bad, request("gpu", "GPU-1")) == nil {
 			t.Errorf("UID %q is accepted", uid)
 		}
 		if _, err := NewFiles(root).MetadataEdits(bad, "gpu"); err == nil {

@@ -40,8 +40,8 @@ func TestMetadataDescribesDevicesOfEachRequest(t *testing.T) {
 	}
 	spec := w.specs.of("uid-c")
 	for _, path := range []string{
-		"/metadata/uid-c/a.json", "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/a/gpu.nvidia.com-metadata.json",
-		"/metadata/uid-c/b.json", "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/b/gpu.nvidia.com-metadata.json",
+		"/metadata/uid-c_a.json", "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/a/gpu.nvidia.com-metadata.json",
+		"/metadata/uid-c_b.json", "/var/run/kubernetes.io/dra-device-attributes/resourceclaims/c/b/gpu.nvidia.com-metadata.json",
 	} {
 		if strings.Count(spec, path) != 1 {
 			t.Errorf("the spec has not one mount of %s: %s", path, spec)

@@ -77,7 +77,7 @@ func (s realSpecs) of(uid types.UID) ([]specs.Device, error) {
 }
 
 func (s realSpecs) described(uid types.UID) map[string]string {
-	files, _ := filepath.Glob(filepath.Join(s.metadata, string(uid), "*.json"))
+	files, _ := filepath.Glob(filepath.Join(s.metadata, string(uid)+"_*.json"))
 	var requests []metadata.Request
 	for _, name := range files {
 		var m upstream.DeviceMetadata
