@@ -15,7 +15,6 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/version"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -113,21 +112,16 @@ func (s *Store) WriteClaim(uid types.UID, devices []specs.Device) error {
 // Render returns the base spec with the edits common and the spec of one claim with these devices,
 // byte for byte as [Store] would write them. It writes no file.
 func Render(common specs.ContainerEdits, devices []specs.Device) (base, claim []byte, err error) {
-	base, err = encode(baseSpec(common))
-	if err == nil {
-		err = check(base)
+	var rendered [2][]byte
+	for i, spec := range []*specs.Spec{baseSpec(common), {Kind: claimKind, Devices: devices}} {
+		if rendered[i], err = encode(spec); err == nil {
+			err = check(rendered[i])
+		}
+		if err != nil {
+			return nil, nil, fmt.Errorf("CDI spec of kind %s: %w", spec.Kind, err)
+		}
 	}
-	if err != nil {
-		return nil, nil, fmt.Errorf("the base CDI spec: %w", err)
-	}
-	claim, err = encode(&specs.Spec{Kind: claimKind, Devices: devices})
-	if err == nil {
-		err = check(claim)
-	}
-	if err != nil {
-		return nil, nil, fmt.Errorf("a claim's CDI spec: %w", err)
-	}
-	return base, claim, nil
+	return rendered[0], rendered[1], nil
 }
 
 func baseSpec(edits specs.ContainerEdits) *specs.Spec {
@@ -242,25 +236,17 @@ func (s *Store) remove(name string, temporaries ...string) error {
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse
 // newer versions. It returns the spec as JSON.
 func encode(spec *specs.Spec) ([]byte, error) {
-	// Of several devices the library sees only the edits of the last one, because its go.mod asks for
-	// Go 1.19, where a loop has one variable. So it is asked about the spec without devices, and with
-	// each device alone.
-	part, lowest := *spec, (*version.Version)(nil)
-	for i := range len(spec.Devices) + 1 {
-		part.Devices = spec.Devices[max(i-1, 0):i]
-		text, err := specs.MinimumRequiredVersion(&part)
-		if err != nil {
-			return nil, fmt.Errorf("find its version: %w", err)
-		}
-		needed, err := version.ParseSemantic(text)
-		if err != nil {
-			return nil, fmt.Errorf("find its version: %w", err)
-		}
-		if lowest == nil || lowest.LessThan(needed) {
-			lowest = needed
-		}
+	// Of several devices the library sees only the device nodes and mounts of the last one, because
+	// its go.mod asks for Go 1.19, where a loop has one variable. So it sees them as the spec's own.
+	all := *spec
+	for _, d := range spec.Devices {
+		all.ContainerEdits.DeviceNodes = slices.Concat(all.ContainerEdits.DeviceNodes, d.ContainerEdits.DeviceNodes)
+		all.ContainerEdits.Mounts = slices.Concat(all.ContainerEdits.Mounts, d.ContainerEdits.Mounts)
 	}
-	spec.Version = lowest.String()
+	var err error
+	if spec.Version, err = specs.MinimumRequiredVersion(&all); err != nil {
+		return nil, fmt.Errorf("find its version: %w", err)
+	}
 	return json.Marshal(spec)
 }
 
