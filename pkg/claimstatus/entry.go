@@ -10,7 +10,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	metav1apply "k8s.io/client-go/applyconfigurations/meta/v1"
 	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 	"k8s.io/utils/ptr"
 
@@ -108,19 +107,12 @@ func equalData(a, b *runtime.RawExtension) bool {
 	return equality.Semantic.DeepEqual(x, y)
 }
 
-// applyConfiguration converts the status entry e to the type that server-side apply takes.
-func applyConfiguration(e resourceapi.AllocatedDeviceStatus) *resourceapply.AllocatedDeviceStatusApplyConfiguration {
-	a := resourceapply.AllocatedDeviceStatus().WithDriver(e.Driver).WithPool(e.Pool).WithDevice(e.Device)
-	if e.ShareID != nil {
-		a.WithShareID(*e.ShareID)
+// applyConfiguration converts the status entry e to the type that server-side apply takes. Both
+// have the same JSON.
+func applyConfiguration(e resourceapi.AllocatedDeviceStatus) (a *resourceapply.AllocatedDeviceStatusApplyConfiguration, err error) {
+	raw, err := json.Marshal(e)
+	if err == nil {
+		err = json.Unmarshal(raw, &a)
 	}
-	if e.Data != nil {
-		a.WithData(*e.Data)
-	}
-	for _, c := range e.Conditions {
-		condition := metav1apply.Condition().WithType(c.Type).WithStatus(c.Status).WithReason(c.Reason).
-			WithMessage(c.Message).WithLastTransitionTime(c.LastTransitionTime)
-		a.WithConditions(condition)
-	}
-	return a
+	return a, err
 }

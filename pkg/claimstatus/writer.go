@@ -100,7 +100,11 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 	}
 	status := resourceapply.ResourceClaimStatus()
 	for _, e := range entries {
-		status.WithDevices(applyConfiguration(e))
+		applied, err := applyConfiguration(e)
+		if err != nil {
+			return fmt.Errorf("encode the status of device %s: %w", e.Device, err)
+		}
+		status.WithDevices(applied)
 	}
 	// The UID makes the API server refuse the write if the claim was deleted and a new claim has its
 	// name.
