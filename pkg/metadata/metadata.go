@@ -49,10 +49,7 @@ type Claim struct {
 
 // Request has the devices that one request of a claim got. Its name includes the subrequest, as in
 // the claim's allocation: "gpu/large".
-type Request struct {
-	Name    string
-	Devices []metadata.Device
-}
+type Request = metadata.DeviceMetadataRequest
 
 // PodClaimName returns the name under which the claim with these annotations is in a Pod's spec, or
 // "" if no template made it. It ignores a value that could lead to another path.
@@ -144,7 +141,7 @@ func (f *Files) WriteMetadata(c Claim, r Request) error {
 func encode(c Claim, r Request, generation int64) ([]byte, error) {
 	data := &metadata.DeviceMetadata{
 		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Generation: generation},
-		Requests:   []metadata.DeviceMetadataRequest{{Name: r.Name, Devices: r.Devices}},
+		Requests:   []Request{r},
 	}
 	if c.PodClaimName != "" {
 		data.PodClaimName = &c.PodClaimName

@@ -16,18 +16,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// These attributes are only in the metadata. A limit that a share does not have is missing.
-const (
-	attrMemoryLimitBytes  resourceapi.QualifiedName = "memoryLimitBytes"
-	attrCoresLimitPercent resourceapi.QualifiedName = "coresLimitPercent"
-	attrShares            resourceapi.QualifiedName = "shares"
-)
-
-// limits has the attribute for each capacity of a shared device that a claim consumes.
+// limits has an attribute for each capacity of a shared device that a claim consumes. These
+// attributes are only in the metadata, and one is missing if the share has no such limit.
 var limits = map[string]resourceapi.QualifiedName{
-	device.CapacityMemory: attrMemoryLimitBytes,
-	device.CapacityCores:  attrCoresLimitPercent,
-	device.CapacityShares: attrShares,
+	device.CapacityMemory: "memoryLimitBytes", device.CapacityCores: "coresLimitPercent", device.CapacityShares: "shares",
 }
 
 // metadataDevice returns the name, within the claim's CDI spec, of the CDI device with the metadata
