@@ -73,26 +73,21 @@ func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
 	return nil
 }
 
-// capacity maps the names of capacities to amounts. add keeps only amounts above zero.
-type capacity map[string]resource.Quantity
-
-func (c capacity) add(more capacity) {
-	for name, q := range more {
-		if q.Sign() > 0 {
-			sum := c[name].DeepCopy()
-			sum.Add(q)
-			c[name] = sum
-		}
-	}
-}
-
-// consumedBy returns how much of the device all shares of the record's claim consume together.
-func consumedBy(r checkpoint.Record, deviceName string) capacity {
-	sum := capacity{}
+// consumedBy returns how much of each capacity of the device all shares of the record's claim
+// consume together. It has only amounts above zero.
+func consumedBy(r checkpoint.Record, deviceName string) map[string]resource.Quantity {
+	consumed := map[string]resource.Quantity{}
 	for _, d := range r.Devices {
-		if d.Device == deviceName && !d.AdminAccess {
-			sum.add(d.ConsumedCapacity)
+		if d.Device != deviceName || d.AdminAccess {
+			continue
+		}
+		for name, q := range d.ConsumedCapacity {
+			if q.Sign() > 0 {
+				sum := consumed[name].DeepCopy()
+				sum.Add(q)
+				consumed[name] = sum
+			}
 		}
 	}
-	return sum
+	return consumed
 }

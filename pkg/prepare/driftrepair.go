@@ -39,15 +39,6 @@ func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) err
 	return nil
 }
 
-// checkInventoryOrHardware looks for the claim's partitions in the inventory. It reads the hardware
-// only if the inventory lacks one of them.
-func (p *Preparer) checkInventoryOrHardware(ctx context.Context, env *steps.Env, pl *plan) error {
-	if err := p.checkInventory(ctx, env, pl); !errors.Is(err, ErrNotInInventory) {
-		return err
-	}
-	return p.checkHardware(ctx, env, pl)
-}
-
 // checkHardware looks for the claim's partitions in the hardware. If a partition is missing that
 // this driver did not create, it returns a LostError. For a missing partition that this driver
 // created it returns another error, because Reconcile may recreate the partition.
@@ -125,15 +116,6 @@ func (p *Preparer) restoreAll(ctx context.Context, env *steps.Env, pl *plan) err
 		}
 	}
 	return nil
-}
-
-// restoreAllIn returns a driftCheck that calls restoreAll. If several claims share a setting or
-// daemon, it is restored only once in this Reconcile pass.
-func (p *Preparer) restoreAllIn(pass *steps.Pass) driftCheck {
-	return func(ctx context.Context, env *steps.Env, pl *plan) error {
-		env.Pass = pass
-		return p.restoreAll(ctx, env, pl)
-	}
 }
 
 // isPermanent reports whether a partition cannot be recreated however often the driver tries: its

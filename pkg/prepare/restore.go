@@ -27,13 +27,22 @@ func (p *Preparer) RewriteSpec(ctx context.Context, r checkpoint.Record) error {
 
 // CheckSpec is like RewriteSpec, but reads the hardware if the inventory lacks a partition.
 func (p *Preparer) CheckSpec(ctx context.Context, r checkpoint.Record) error {
-	return p.rewriteSpec(ctx, r, p.checkInventoryOrHardware)
+	return p.rewriteSpec(ctx, r, func(ctx context.Context, env *steps.Env, pl *plan) error {
+		if err := p.checkInventory(ctx, env, pl); !errors.Is(err, ErrNotInInventory) {
+			return err
+		}
+		return p.checkHardware(ctx, env, pl)
+	})
 }
 
 // Restore recreates a prepared claim's lost partitions, restores what the claim shares with others,
-// and then rewrites its CDI spec. The caller holds the GPUs' locks.
+// and then rewrites its CDI spec. What several claims share is restored once in a pass. The caller
+// holds the GPUs' locks.
 func (p *Preparer) Restore(ctx context.Context, pass *steps.Pass, r checkpoint.Record) error {
-	return p.rewriteSpec(ctx, r, p.restoreAllIn(pass))
+	return p.rewriteSpec(ctx, r, func(ctx context.Context, env *steps.Env, pl *plan) error {
+		env.Pass = pass
+		return p.restoreAll(ctx, env, pl)
+	})
 }
 
 // rewriteSpec writes a prepared claim's CDI spec again, after "ensure" found the claim's
