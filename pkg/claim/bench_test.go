@@ -11,7 +11,7 @@ func BenchmarkRead(b *testing.B) {
 		config(class, kind("GpuConfig")), config(theClaim, slice("Long"), "b"))
 	b.ReportAllocs()
 	for b.Loop() {
-		if a, err := Read(c, driver); err != nil || len(a.Results) != 2 {
+		if a, err := Read(c, driver); err != nil || len(a) != 2 {
 			b.Fatal(a, err)
 		}
 	}

@@ -30,16 +30,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// Allocation is the part of a claim's allocation that belongs to this driver.
-type Allocation struct {
-	UID       types.UID
-	Namespace string
-	Name      string
-	// Results are in the order that the scheduler wrote. Results is empty if the claim has no device
-	// of this driver.
-	Results []Result
-}
-
 // Result is one device that was allocated to the claim.
 type Result struct {
 	// Request is the request's name. It is "request/subrequest" if the request lists alternatives
@@ -66,17 +56,16 @@ type Result struct {
 // NoGroup is the group of a result to which no configuration entry applies.
 const NoGroup = -1
 
-// Read returns the part of the allocated claim c that belongs to driver. Its errors name the
-// request or the configuration but not the claim, which the caller adds.
-func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
-	a := Allocation{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
+// Read returns the devices of driver that the allocated claim c has, as the scheduler ordered them.
+// Its errors name the request or the configuration but not the claim, which the caller adds.
+func Read(c *resourceapi.ResourceClaim, driver string) (results []Result, _ error) {
 	if c.Status.Allocation == nil {
-		return a, errors.New("the claim is not allocated")
+		return nil, errors.New("the claim is not allocated")
 	}
 	devices := &c.Status.Allocation.Devices
 	configs, err := decode(devices.Config, c.Spec.Devices.Config, driver)
 	if err != nil {
-		return a, err
+		return nil, err
 	}
 	for i := range devices.Results {
 		r := &devices.Results[i]
@@ -88,7 +77,7 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 			AdminAccess: ptr.Deref(r.AdminAccess, false),
 		}
 		if result.Config, result.Group, err = effectiveConfig(configs, r); err != nil {
-			return a, fmt.Errorf("request %s: %w", r.Request, err)
+			return results, fmt.Errorf("request %s: %w", r.Request, err)
 		}
 		if len(r.ConsumedCapacity) > 0 {
 			result.Capacity = make(map[string]resource.Quantity, len(r.ConsumedCapacity))
@@ -97,9 +86,9 @@ func Read(c *resourceapi.ResourceClaim, driver string) (Allocation, error) {
 			// The name has no domain: the scheduler copies it from this driver's ResourceSlice.
 			result.Capacity[string(name)] = amount
 		}
-		a.Results = append(a.Results, result)
+		results = append(results, result)
 	}
-	return a, nil
+	return results, nil
 }
 
 // entry is one configuration entry of the allocation, decoded.

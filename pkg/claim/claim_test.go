@@ -73,13 +73,13 @@ func TestReadKeepsDriverResultsInOrder(t *testing.T) {
 	}
 	plain := &v1beta1.GpuConfig{}
 	plain.Default()
-	want := Allocation{UID: "uid", Namespace: "default", Name: "c", Results: []Result{
+	want := []Result{
 		{Request: "a", Pool: "node", Device: gpu1, Config: plain, Group: NoGroup},
 		{
 			Request: "b/large", Pool: "node", Device: gpu0, ShareID: ptr.To(types.UID("share")), AdminAccess: true, Config: plain, Group: NoGroup,
 			Capacity: map[string]resource.Quantity{"memory": resource.MustParse("18Gi"), "cores": resource.MustParse("25")},
 		},
-	}}
+	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
@@ -121,9 +121,9 @@ func TestEffectiveConfiguration(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			gpu, ok := got.Results[0].Config.(*v1beta1.GpuConfig)
+			gpu, ok := got[0].Config.(*v1beta1.GpuConfig)
 			if !ok {
-				t.Fatalf("%T", got.Results[0].Config)
+				t.Fatalf("%T", got[0].Config)
 			}
 			var interval v1beta1.TimeSliceInterval
 			if gpu.Sharing != nil {
@@ -149,7 +149,7 @@ func clearedRequests(results []resourceapi.DeviceRequestAllocationResult, wanted
 
 func TestReadSkipsAnotherKindForAllRequests(t *testing.T) {
 	got, err := Read(clearedRequests([]resourceapi.DeviceRequestAllocationResult{allocated("r", gpu0)}, []string{"r"}, nil), driver)
-	if err != nil || got.Results[0].Config.Kind() != "GpuConfig" {
+	if err != nil || got[0].Config.Kind() != "GpuConfig" {
 		t.Errorf("got %+v, %v", got, err)
 	}
 }
@@ -200,7 +200,7 @@ func TestUnknownDeviceNameHasNoConfiguration(t *testing.T) {
 	for _, name := range []string{"", "gpu-0", gpu0 + "-mig-19", gpu0 + "-mig-019-0", "gpu-0000-1b-00-9", "x" + gpu0} {
 		got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("r", name)}, config(theClaim, slice("Long"), "r")),
 			driver)
-		if err != nil || len(got.Results) != 1 || got.Results[0].Config != nil || got.Results[0].Device != name {
+		if err != nil || len(got) != 1 || got[0].Config != nil || got[0].Device != name {
 			t.Errorf("%q: %+v, %v", name, got, err)
 		}
 	}
@@ -236,7 +236,7 @@ func TestPartitionsTakeMigDeviceConfigAndWholeGPUsGpuConfig(t *testing.T) {
 				t.Fatal(err)
 			}
 			for i, kind := range []string{"GpuConfig", "MigDeviceConfig", "MigDeviceConfig"} {
-				r := got.Results[i]
+				r := got[i]
 				if r.Config == nil || r.Config.Kind() != kind {
 					t.Fatalf("%s takes %+v, want a %s", r.Device, r.Config, kind)
 				}
@@ -272,8 +272,8 @@ func TestConfigurationKindFollowsDeviceName(t *testing.T) {
 			for _, shared := range []bool{false, true} {
 				name.Share = shared
 				got, err := Read(newClaim([]resourceapi.DeviceRequestAllocationResult{allocated("a", name.String())}), driver)
-				if err != nil || got.Results[0].Config.Kind() != want {
-					t.Errorf("%s: %+v, %v", name, got.Results, err)
+				if err != nil || got[0].Config.Kind() != want {
+					t.Errorf("%s: %+v, %v", name, got, err)
 				}
 			}
 		}
@@ -314,7 +314,7 @@ func TestResultsWithOneConfigurationShareAGroup(t *testing.T) {
 				t.Fatal(err)
 			}
 			var groups []int
-			for _, r := range got.Results {
+			for _, r := range got {
 				groups = append(groups, r.Group)
 			}
 			if diff := cmp.Diff(c.want, groups); diff != "" {

@@ -53,11 +53,11 @@ func FuzzRead(f *testing.F) {
 			}
 			return
 		}
-		if len(a.Results) != 2 {
-			t.Fatalf("%d results: %+v", len(a.Results), a.Results)
+		if len(a) != 2 {
+			t.Fatalf("%d results: %+v", len(a), a)
 		}
 		parsed, ours := device.ParseName(name)
-		for _, r := range a.Results {
+		for _, r := range a {
 			if r.Device != name || r.Request != request || (r.Config != nil) != ours || r.Group < NoGroup || r.Group > 1 {
 				t.Errorf("a result is %+v", r)
 			}

@@ -70,7 +70,7 @@ type partition struct {
 // makePlan makes a plan from the claim's allocation, without reading or changing the hardware. It
 // returns an error if the claim cannot be served.
 func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.ResourceClaim) (*plan, error) {
-	allocation, err := claim.Read(c, device.DriverName)
+	results, err := claim.Read(c, device.DriverName)
 	if err != nil {
 		return nil, cause.Wrap(cause.Claim, err)
 	}
@@ -80,14 +80,14 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	if owner := metav1.GetControllerOf(c); owner != nil && owner.Kind == "Pod" {
 		pl.record.Pod = owner.Name
 	}
-	if len(allocation.Results) == 0 {
+	if len(results) == 0 {
 		return pl, nil
 	}
 	if p.opts.Metadata {
 		pl.metadata = &steps.Metadata{PodClaimName: metadata.PodClaimName(c.Annotations)}
 	}
 	shares := false
-	for _, r := range allocation.Results {
+	for _, r := range results {
 		req, ok := findDevice(snapshot, r.Device)
 		if !snapshot.Ready && (!ok || !req.name.Passthrough) {
 			return nil, steps.NotReady(snapshot)
@@ -123,7 +123,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 		pl.requests, pl.record.Devices = append(pl.requests, req), append(pl.record.Devices, d)
 	}
 	if shares {
-		if pl.sharing, err = p.planSharing(pl, allocation.Results); err != nil {
+		if pl.sharing, err = p.planSharing(pl, results); err != nil {
 			return nil, cause.Wrap(cause.Claim, err)
 		}
 	}

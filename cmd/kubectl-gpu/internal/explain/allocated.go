@@ -83,7 +83,7 @@ func (e *Explainer) claim(c *resourceapi.ResourceClaim) Claim {
 				}
 			}
 		}
-		for _, one := range read.Results {
+		for _, one := range read {
 			if one.Pool == r.Pool && one.Device == r.Device && one.Request == r.Request {
 				d.Settings = append(d.Settings, settings(one, configs)...)
 				break
