@@ -478,7 +478,8 @@ func (w *world) uuids(t *testing.T, claim *resourceapi.ResourceClaim) []string {
 // that describe these (publish.Features), whatever its feature gates.
 var partitionSuites = []string{
 	"TestAwkwardNode", "TestBadInput", "TestClaims", "TestHealth", "TestHealthClaims", "TestHealthCost", "TestMatrix", "TestMIG",
-	"TestMIGNodes", "TestMigration", "TestNeighbours", "TestSharing", "TestSoak", "TestSurvival", "TestTrust",
+	"TestMIGNodes", "TestMigration", "TestNeighbours", "TestPassthrough", "TestPassthroughFaults", "TestSharing", "TestSoak",
+	"TestSurvival", "TestTrust",
 }
 
 // needsRelease skips a suite that makes no sense on this version of Kubernetes.
