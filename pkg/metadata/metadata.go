@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -161,11 +160,14 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 
 // Remove removes the claim's files. If there are none, it succeeds.
 func (f *Files) Remove(uid types.UID) error {
-	all, err := f.byClaim()
+	names, err := f.names()
 	if err != nil {
 		return err
 	}
-	for _, name := range all[uid] {
+	for _, name := range names {
+		if claimOf(name) != uid || uid == "" {
+			continue
+		}
 		if err := os.Remove(filepath.Join(f.root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove device metadata: %w", err)
 		}
@@ -182,33 +184,36 @@ func (f *Files) RemoveAll() error {
 }
 
 // Claims lists the UIDs of the claims that have files.
-func (f *Files) Claims() ([]types.UID, error) {
-	all, err := f.byClaim()
-	return slices.Sorted(maps.Keys(all)), err
+func (f *Files) Claims() (uids []types.UID, _ error) {
+	names, err := f.names()
+	for _, name := range names {
+		if uid := claimOf(name); uid != "" && !slices.Contains(uids, uid) {
+			uids = append(uids, uid)
+		}
+	}
+	return uids, err
 }
 
-// byClaim lists the names of each claim's files, with the temporary ones that killed calls left.
-func (f *Files) byClaim() (map[types.UID][]string, error) {
+// names lists the files of all claims, with the temporary ones that killed calls left. Each
+// Unprepare needs it, so it does not sort.
+func (f *Files) names() (names []string, _ error) {
 	dir, err := os.Open(f.root)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
+	if err == nil {
+		names, err = dir.Readdirnames(-1)
+		_ = dir.Close()
+	}
 	if err != nil {
 		return nil, fmt.Errorf("list device metadata: %w", err)
 	}
-	defer func() { _ = dir.Close() }()
-	names, err := dir.Readdirnames(-1)
-	if err != nil {
-		return nil, fmt.Errorf("list device metadata: %w", err)
-	}
-	all := map[types.UID][]string{}
-	for _, name := range names {
-		if end := strings.LastIndexByte(name, '_'); end > 0 {
-			uid := types.UID(name[:end])
-			all[uid] = append(all[uid], name)
-		}
-	}
-	return all, nil
+	return names, nil
+}
+
+// claimOf returns the UID in the name of a file, or "".
+func claimOf(name string) types.UID {
+	return types.UID(name[:max(strings.LastIndexByte(name, '_'), 0)])
 }
 
 // WithSpecs are the CDI specs and the metadata files of all claims. A claim's files exist as long
