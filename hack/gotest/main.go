@@ -146,18 +146,21 @@ func (r *report) print(text string) error {
 var messageLine = regexp.MustCompile(`^\s+\w+\.go:\d+: `)
 
 const (
-	maxMessages      = 15
+	maxMessages      = 8 // at the beginning, and again at the end
 	maxMessageLength = 600
 )
 
-// messages returns the first line of each message of a failed test, of the first messages.
+// messages returns the first line of each message of a failed test, of the first and last messages.
 func messages(said []string) []string {
 	var lines []string
 	for _, line := range said {
-		if messageLine.MatchString(line) && len(lines) < maxMessages {
+		if messageLine.MatchString(line) {
 			line = strings.TrimSpace(line)
 			lines = append(lines, line[:min(len(line), maxMessageLength)])
 		}
+	}
+	if more := len(lines) - 2*maxMessages; more > 0 {
+		lines = slices.Replace(lines, maxMessages, maxMessages+more, fmt.Sprintf("(%d more)", more))
 	}
 	return lines
 }

@@ -72,12 +72,16 @@ func TestReportHasNoSummaryWithoutSkips(t *testing.T) {
 func TestReportEndsWithTheMessagesOfFailures(t *testing.T) {
 	const source = tests + `func TestFails(t *testing.T) {
 	t.Error("it is broken")
+	for i := 0; i < 100; i++ {
+		t.Log("progress")
+	}
+	t.Error("it stays broken")
 	t.Cleanup(func() { t.Log("logs:\n" + "a line\n") })
 }`
 	out, code := runIn(t, source, "-v")
 	_, summary, _ := strings.Cut(out, "FAILED, with these messages:")
 	if code == 0 || !strings.Contains(summary, "sample TestFails:\n    sample_test.go:8: it is broken") ||
-		strings.Contains(summary, "a line") {
+		!strings.Contains(summary, "it stays broken") || strings.Contains(summary, "a line") || strings.Count(summary, "\n") > 25 {
 		t.Errorf("exit code %d: %s", code, out)
 	}
 }
