@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"sync"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -21,126 +20,74 @@ const (
 	batchInterval = 50 * time.Millisecond
 )
 
-// eventQueue sends signals in order of arrival, with a pause after each batch. Equal events that
-// wait at the same time are merged into one with a count. The queue never drops an event.
-type eventQueue struct {
-	mu      sync.Mutex
-	waiting []*device.Signal
-	events  map[eventKey]*device.HealthEvent
-	added   chan struct{} // a signal waits
-	room    chan struct{} // closed when there is room again, nil while there is room
-}
+// eventQueue sends signals in order of arrival, with a pause after each batch. Equal events of a
+// batch are merged into one with a count. The queue never drops an event.
+type eventQueue chan device.Signal
 
-func newEventQueue() *eventQueue {
-	return &eventQueue{events: map[eventKey]*device.HealthEvent{}, added: make(chan struct{}, 1)}
-}
-
-// eventKey identifies what an event says. Events with equal keys can be merged.
-type eventKey struct {
-	card                device.Card
-	kind                device.EventKind
-	xid                 uint64
-	recovery            device.RecoveryAction
-	instance, compute   uint32
-	place               device.EventPlace
-	attributed, located bool
-}
-
-func keyOf(e device.HealthEvent) eventKey {
-	k := eventKey{card: e.Card, kind: e.Kind, xid: e.XID, recovery: e.Recovery}
-	if e.GPUInstance != nil {
-		k.instance, k.attributed = *e.GPUInstance, true
-	}
-	if e.ComputeInstance != nil {
-		k.compute = *e.ComputeInstance + 1
-	}
-	if e.Place != nil {
-		k.place, k.located = *e.Place, true
-	}
-	return k
-}
+func newEventQueue() eventQueue { return make(eventQueue, queueLimit) }
 
 // add puts s into the queue. While the queue is full, add blocks. If ctx ends first, s is dropped.
-func (q *eventQueue) add(ctx context.Context, s device.Signal) {
-	for {
-		full := q.put(s)
-		if full == nil {
-			return
-		}
+func (q eventQueue) add(ctx context.Context, s device.Signal) {
+	select {
+	case q <- s: // even if ctx has ended
+	default:
 		select {
-		case <-full:
+		case q <- s:
 		case <-ctx.Done():
-			return
 		}
 	}
-}
-
-// put adds s if there is room, and returns nil. Otherwise it returns a channel that is closed when
-// there is room.
-func (q *eventQueue) put(s device.Signal) (full <-chan struct{}) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if s.Event != nil {
-		if same := q.events[keyOf(*s.Event)]; same != nil {
-			same.Count += max(s.Event.Count, 1)
-			same.At = s.Event.At
-			return nil
-		}
-	}
-	if len(q.waiting) >= queueLimit {
-		if q.room == nil {
-			q.room = make(chan struct{})
-		}
-		return q.room
-	}
-	if s.Event != nil {
-		e := *s.Event
-		e.Count = max(e.Count, 1)
-		s.Event = &e
-		q.events[keyOf(e)] = &e
-	}
-	q.waiting = append(q.waiting, &s)
-	signalTo(q.added)
-	return nil
-}
-
-func (q *eventQueue) take() []*device.Signal {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	batch := q.waiting
-	q.waiting = nil
-	clear(q.events)
-	if q.room != nil {
-		close(q.room)
-		q.room = nil
-	}
-	return batch
 }
 
 // send writes the signals to out, as lines of JSON, until ctx ends. Then it writes those still in
 // the queue and returns.
-func (q *eventQueue) send(ctx context.Context, out io.Writer) error {
+func (q eventQueue) send(ctx context.Context, out io.Writer) error {
 	encoder := json.NewEncoder(out)
-	var sent time.Time
 	for {
+		var batch []device.Signal
 		select {
-		case <-q.added:
-			nvmlx.Sleep(ctx, time.Until(sent.Add(batchInterval)))
+		case s := <-q:
+			batch = append(batch, s)
 		case <-ctx.Done():
 		}
 		ended := ctx.Err() != nil
-		if err := q.write(encoder); err != nil || ended {
-			return err
+		for range len(q) {
+			batch = append(batch, <-q)
 		}
-		sent = time.Now()
+		for _, s := range merge(batch) {
+			if err := encoder.Encode(s); err != nil {
+				return fmt.Errorf("send a signal: %w", err)
+			}
+		}
+		if ended {
+			return nil
+		}
+		nvmlx.Sleep(ctx, batchInterval)
 	}
 }
 
-func (q *eventQueue) write(to *json.Encoder) error {
-	for _, s := range q.take() {
-		if err := to.Encode(s); err != nil {
-			return fmt.Errorf("send a signal: %w", err)
+// merge merges each event of the batch into the first equal one, which then has the count of all
+// and the time of the last.
+func merge(batch []device.Signal) []device.Signal {
+	var merged []device.Signal
+	first := map[string]*device.HealthEvent{}
+	for _, s := range batch {
+		if s.Event != nil {
+			key, count := keyOf(*s.Event), max(s.Event.Count, 1)
+			if same := first[key]; same != nil {
+				same.Count += count
+				same.At = s.Event.At
+				continue
+			}
+			s.Event.Count, first[key] = count, s.Event
 		}
+		merged = append(merged, s)
 	}
-	return nil
+	return merged
+}
+
+// keyOf identifies what an event says. Events with equal keys can be merged.
+func keyOf(e device.HealthEvent) string {
+	e.Count, e.At = 0, time.Time{}
+	key, _ := json.Marshal(e) // fails for no event
+	return string(key)
 }

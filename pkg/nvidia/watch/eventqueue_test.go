@@ -14,23 +14,18 @@ import (
 )
 
 func TestEqualEventsCoalesceInOrder(t *testing.T) {
-	q := newEventQueue()
-	for _, s := range []device.Signal{
+	batch := merge([]device.Signal{
 		xid(31, nil), condition(device.ReachOK), xid(48, nil), xid(31, nil), xid(31, ptr.To[uint32](1)),
 		xid(31, ptr.To[uint32](0)), condition(device.ReachLost), xid(31, nil),
-	} {
-		q.add(t.Context(), s)
-	}
-	batch := q.take()
+	})
 	if len(batch) != 6 || batch[0].Event.Count != 3 || batch[1].Condition.Reach != device.ReachOK || batch[2].Event.XID != 48 ||
 		*batch[3].Event.GPUInstance != 1 || *batch[4].Event.GPUInstance != 0 || batch[5].Condition.Reach != device.ReachLost {
 		t.Errorf("%d signals", len(batch))
 		for _, s := range batch {
-			t.Error(formatSignal(*s))
+			t.Error(formatSignal(s))
 		}
 	}
-	q.add(t.Context(), xid(31, nil))
-	if again := q.take(); len(again) != 1 || again[0].Event.Count != 1 {
+	if again := merge([]device.Signal{xid(31, nil)}); len(again) != 1 || again[0].Event.Count != 1 {
 		t.Error("a sent event was counted again")
 	}
 }
@@ -41,7 +36,6 @@ func TestFullQueueBlocks(t *testing.T) {
 		for i := range queueLimit {
 			q.add(t.Context(), xid(uint64(i), nil))
 		}
-		q.add(t.Context(), xid(7, nil)) // an event that is merged needs no room
 		added := make(chan struct{})
 		go func() {
 			q.add(t.Context(), condition(device.ReachOK))
@@ -53,15 +47,10 @@ func TestFullQueueBlocks(t *testing.T) {
 			t.Error("add did not block")
 		default:
 		}
-		if n := len(q.take()); n != queueLimit {
-			t.Error(n)
-		}
+		<-q
 		<-added
-		if n := len(q.take()); n != 1 {
+		if n := len(q); n != queueLimit {
 			t.Error(n)
-		}
-		for i := range queueLimit {
-			q.add(t.Context(), xid(uint64(i), nil))
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()

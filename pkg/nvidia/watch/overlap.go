@@ -20,8 +20,8 @@ const (
 // event that only one of them received, unless the other one received an equal event while both
 // ran.
 type overlap struct {
-	heard map[eventKey]int // events that the old process received
-	until time.Time        // when the old process ended, zero before that
+	heard map[string]int // events that the old process received
+	until time.Time      // when the old process ended, zero before that
 }
 
 // repeated subtracts from the count of e the equal events that the old process already emitted. If

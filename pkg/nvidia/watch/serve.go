@@ -88,7 +88,7 @@ type watchServer struct {
 	order watchOrder
 	began time.Time
 	lib   nvml.Interface
-	queue *eventQueue
+	queue eventQueue
 	// stateChanged gets a value when a card starts or stops delivering events.
 	stateChanged chan struct{}
 	cards        map[device.PCIAddress]*watchedGPU
