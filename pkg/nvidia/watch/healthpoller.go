@@ -23,19 +23,10 @@ type healthPoller struct {
 	// progress is called after each NVML answer, so that many slow answers do not look like a hang.
 	progress func()
 	card     device.Card // its UUID is empty until the card has answered
-	// unsupported maps a query that the card does not support to the time until which the query is
-	// skipped. After that it is tried again, because a change of the card's modes may make it
-	// supported.
-	unsupported map[string]time.Time
 }
 
-// unsupportedFor is how long an unsupported query is skipped.
-const unsupportedFor = time.Minute
-
 func newHealthPoller(p nvidia.Paths, lib nvml.Interface, progress func(), at device.PCIAddress) *healthPoller {
-	return &healthPoller{
-		paths: p, lib: lib, progress: progress, card: device.Card{PCIAddress: at}, unsupported: map[string]time.Time{},
-	}
+	return &healthPoller{paths: p, lib: lib, progress: progress, card: device.Card{PCIAddress: at}}
 }
 
 var errOffBus = errors.New("it has left the PCI bus")
@@ -115,19 +106,15 @@ func (p *healthPoller) open() (nvml.Device, error) {
 	return handle, nil
 }
 
-// query runs call. The parameter what names it in errors. query skips a call that was unsupported
-// within the last minute. answered is false for a skipped or unsupported call, which is no error.
+// query runs call. The parameter what names it in errors. answered is false for an unsupported call,
+// which is no error.
 func (p *healthPoller) query(what string, call func() nvml.Return) (answered bool, err error) {
-	if time.Now().Before(p.unsupported[what]) {
-		return false, nil
-	}
 	ret := call()
 	p.progress()
 	if ret == nvml.SUCCESS {
 		return true, nil
 	}
 	if isUnsupported(ret) {
-		p.unsupported[what] = time.Now().Add(unsupportedFor)
 		return false, nil
 	}
 	return false, fmt.Errorf("read its %s: %w", what, nvmlx.ToError(ret))
