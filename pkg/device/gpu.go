@@ -183,6 +183,10 @@ func (g GPU) Profile(id uint32) (Profile, bool) {
 // such as 1c.3g.40gb.
 var partial = regexp.MustCompile(`^[0-9]+c\.`)
 
+// IsPart reports whether the compute instance fills only a part of its GPU instance, as its name
+// shows.
+func (c ComputeInstance) IsPart() bool { return partial.MatchString(c.Name) }
+
 // Part returns the compute instance of the GPU instance i that the device name n names. The second
 // result is false if n names another GPU instance, or a compute instance that does not exist.
 func (i Instance) Part(n PartitionName) (ComputeInstance, bool) {
@@ -209,7 +213,7 @@ func (i Instance) DeviceName(gpu string, c ComputeInstance) string {
 // ID only if c is smaller than i.
 func (i Instance) partitionName(c ComputeInstance) PartitionName {
 	n := PartitionName{ProfileID: i.ProfileID, Start: i.Placement.Start}
-	if len(i.Compute) > 1 || partial.MatchString(c.Name) {
+	if len(i.Compute) > 1 || c.IsPart() {
 		n.Compute = &c.ID
 	}
 	return n

@@ -2,13 +2,11 @@ package watch
 
 import (
 	"context"
-	"regexp"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
 
 const (
@@ -21,26 +19,14 @@ const (
 	lastPlaceLimit = releaseLimit - 2*time.Second
 )
 
-// extendContext returns a context that ends lastPlaceLimit after ctx, so that the placements of the
-// last events can still be read.
-func extendContext(ctx context.Context) (context.Context, context.CancelFunc) {
-	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, func() {
-		nvmlx.Sleep(longer, lastPlaceLimit)
-		cancel()
-	})
-	return longer, func() {
-		stop()
-		cancel()
-	}
-}
-
 // placeResolver adds to an event of a MIG instance its placement, which the card's worker process
 // reads. The watcher process must not open MIG instances, because an open one cannot be removed.
 // The worker is asked at once, because the driver reuses instance IDs.
 type placeResolver struct {
-	look func(context.Context, device.Card) (device.CardState, error) // Partitions.Look, nil without Partitions
-	emit func(device.Signal)
+	look   func(context.Context, device.Card) (device.CardState, error) // Partitions.Look, nil without Partitions
+	emit   func(device.Signal)
+	ctx    context.Context //nolint:containedctx // bounds all queries, see finish
+	cancel context.CancelFunc
 
 	mu sync.Mutex
 	// waiting has a key for each card whose worker is being asked. The values are the events that
@@ -49,9 +35,20 @@ type placeResolver struct {
 	asking  sync.WaitGroup
 }
 
+func newPlaceResolver(emit func(device.Signal)) *placeResolver {
+	ctx, cancel := context.WithCancel(context.Background())
+	return &placeResolver{emit: emit, ctx: ctx, cancel: cancel, waiting: map[device.PCIAddress][]*device.HealthEvent{}}
+}
+
+// finish waits until the last events are emitted. Queries end after lastPlaceLimit.
+func (r *placeResolver) finish() {
+	defer time.AfterFunc(lastPlaceLimit, r.cancel).Stop()
+	r.asking.Wait()
+}
+
 // add emits e after adding the placement of its MIG instance. It does not wait for the worker: a
 // goroutine emits e later. An event without MIG instance is emitted at once.
-func (r *placeResolver) add(ctx context.Context, e device.HealthEvent) {
+func (r *placeResolver) add(e device.HealthEvent) {
 	if e.GPUInstance == nil || r.look == nil {
 		r.emit(device.Signal{Event: &e})
 		return
@@ -66,21 +63,18 @@ func (r *placeResolver) add(ctx context.Context, e device.HealthEvent) {
 		waiting[same].At = e.At
 		return
 	}
-	if r.waiting == nil {
-		r.waiting = map[device.PCIAddress][]*device.HealthEvent{}
-	}
 	r.waiting[card] = append(waiting, &e)
 	if !asked {
-		r.asking.Go(func() { r.resolve(ctx, card) })
+		r.asking.Go(func() { r.resolve(card) })
 	}
 }
 
 // resolve asks the card's worker for placements and emits the card's waiting events, until none
 // waits. One answer serves all events that arrived before the question. If the worker gives no
 // answer, the events have no placement.
-func (r *placeResolver) resolve(ctx context.Context, card device.PCIAddress) {
+func (r *placeResolver) resolve(card device.PCIAddress) {
 	for events := r.take(card); len(events) > 0; events = r.take(card) {
-		limit, cancel := context.WithTimeout(ctx, placeLimit)
+		limit, cancel := context.WithTimeout(r.ctx, placeLimit)
 		state, err := r.look(limit, events[0].Card)
 		cancel()
 		for _, e := range events {
@@ -114,16 +108,10 @@ func placeOf(s device.CardState, e device.HealthEvent) *device.EventPlace {
 		place := &device.EventPlace{ProfileID: in.ProfileID, Placement: in.Placement}
 		for _, c := range in.Compute {
 			if e.ComputeInstance != nil && c.ID == *e.ComputeInstance {
-				place.Part = isPart(c)
+				place.Part = c.IsPart()
 			}
 		}
 		return place
 	}
 	return nil
 }
-
-var partName = regexp.MustCompile(`^[0-9]+c\.`)
-
-// isPart reports whether a compute instance fills only a part of its GPU instance, as a name such
-// as 1c.3g.40gb shows.
-func isPart(c device.ComputeInstance) bool { return partName.MatchString(c.Name) }

@@ -148,7 +148,7 @@ func (w *watcher) forward(s device.Signal, epoch string) {
 	switch {
 	case s.Event != nil:
 		if !w.overlap.repeated(s.Event) {
-			w.places.add(w.placing, *s.Event)
+			w.places.add(*s.Event)
 		}
 		return
 	case s.Watcher != nil:

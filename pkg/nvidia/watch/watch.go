@@ -91,7 +91,6 @@ type watcher struct {
 	children []*watchChild
 	excluded *exclusion.Set
 	places   *placeResolver
-	placing  context.Context // bounds the queries for placements of MIG instances
 	overlap  overlap
 
 	// only is the card of a watcher for a single card. It is empty for the watcher of all other
@@ -117,7 +116,7 @@ func newWatcher(o Options, emit func(device.Signal)) *watcher {
 		defer w.emitting.Unlock()
 		emit(s)
 	}
-	w.excluded, w.places = exclusion.NewSet(), &placeResolver{emit: w.emit}
+	w.excluded, w.places = exclusion.NewSet(), newPlaceResolver(w.emit)
 	if o.Partitions != nil {
 		w.coordinateWith(o.Partitions)
 	}
@@ -129,9 +128,6 @@ func newWatcher(o Options, emit func(device.Signal)) *watcher {
 func (w *watcher) coordinateWith(p Changer) { w.excluded, w.places.look = p.Exclusions(), p.Look }
 
 func (w *watcher) run(ctx context.Context) error {
-	placing, placed := extendContext(ctx)
-	defer placed()
-	w.placing = placing
 	if w.only == "" {
 		w.excluded.SetRunning(true)
 		defer w.excluded.SetRunning(false)
@@ -153,10 +149,8 @@ func (w *watcher) run(ctx context.Context) error {
 		w.report(device.WatcherState{Error: err.Error()})
 		if errors.Is(err, errApart) {
 			w.watchApart(ctx, w.hanging[0])
-			pause = 0 // the next pause is firstRestart
-			continue
 		}
-		if errors.Is(err, errNotReplaced) {
+		if errors.Is(err, errApart) || errors.Is(err, errNotReplaced) {
 			pause = 0 // the next pause is firstRestart
 			continue
 		}
@@ -193,7 +187,7 @@ func (w *watcher) report(s device.WatcherState) {
 // [nvidia.HangingError] for each child process that hangs.
 func (w *watcher) release() error {
 	w.apartWatchers.Wait() // each waits for at most releaseLimit
-	w.places.asking.Wait()
+	w.places.finish()
 	limit, cancel := context.WithTimeout(context.Background(), releaseLimit)
 	defer cancel()
 	var failed []error
