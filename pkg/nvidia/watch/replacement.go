@@ -53,7 +53,7 @@ func (s starting) abandon() {
 // replacement for all cards would leave one more process that hangs in the driver.
 func (w *watcher) watchHangingApart(ctx context.Context) {
 	for _, a := range slices.Clone(w.hanging) {
-		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && !w.excluded.Has(a) {
+		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && w.excluded.LeavesAny([]device.PCIAddress{a}) {
 			w.watchApart(ctx, a)
 		}
 	}

@@ -21,31 +21,15 @@ func (c *Coverage) has(card device.PCIAddress) bool {
 }
 
 // SetRunning records whether the watch runs.
-func (x *Set) SetRunning(running bool) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.running = running
-	x.announce()
-}
+func (x *Set) SetRunning(running bool) { x.update(func() { x.running = running }) }
 
 // Listening records that the watcher process with the coverage c now receives events of the cards
 // that it covers.
-func (x *Set) Listening(c *Coverage) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if !c.listens {
-		c.listens = true
-		x.announce()
-	}
-}
+func (x *Set) Listening(c *Coverage) { x.update(func() { c.listens = true }) }
 
 // Replaced records why the last attempt to replace a watcher process failed, or nil. The error of
 // refusal contains it.
-func (x *Set) Replaced(err error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.trouble = err
-}
+func (x *Set) Replaced(err error) { x.update(func() { x.trouble = err }) }
 
 // Begin registers a watcher process before its start. If only is set, the process watches this one
 // card, otherwise all cards. ok is false if this one card is excluded.
@@ -61,28 +45,14 @@ func (x *Set) Begin(only device.PCIAddress) (c *Coverage, ok bool) {
 }
 
 // Started records the process ID of a watcher process, for error messages.
-func (x *Set) Started(c *Coverage, pid int) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	c.pid = pid
-}
+func (x *Set) Started(c *Coverage, pid int) { x.update(func() { c.pid = pid }) }
 
 // Killed records that a watcher process was killed. The process may hang in the driver before it
 // ends.
-func (x *Set) Killed(c *Coverage) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	c.killed = true
-	x.announce()
-}
+func (x *Set) Killed(c *Coverage) { x.update(func() { c.killed = true }) }
 
 // Ended removes a watcher process that has ended.
-func (x *Set) Ended(c *Coverage) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	delete(x.watchers, c)
-	x.announce()
-}
+func (x *Set) Ended(c *Coverage) { x.update(func() { delete(x.watchers, c) }) }
 
 // Outdated reports whether a watcher process needs a replacement. now is true if the process has an
 // excluded card open. soon is true if the process does not watch a card that is no longer excluded.

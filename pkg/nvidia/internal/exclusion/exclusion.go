@@ -119,27 +119,21 @@ func (x *Set) refusal(pids []string, killed bool, cause error) error {
 }
 
 func (x *Set) request(card device.PCIAddress, minor, more int) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	e := exclusion{requests: x.cards[card].requests + more, Minor: minor}
-	if e.requests > 0 {
-		x.cards[card] = e
-	} else {
-		delete(x.cards, card)
-	}
-	x.announce()
+	x.update(func() {
+		e := exclusion{requests: x.cards[card].requests + more, Minor: minor}
+		if e.requests > 0 {
+			x.cards[card] = e
+		} else {
+			delete(x.cards, card)
+		}
+	})
 }
 
-func (x *Set) Has(card device.PCIAddress) bool {
+// update changes the exclusions or watcher processes, and wakes all who wait for that.
+func (x *Set) update(change func()) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	_, excluded := x.cards[card]
-	return excluded
-}
-
-// announce wakes all who wait for a change of the exclusions or watcher processes. The caller must
-// hold x.mu.
-func (x *Set) announce() {
+	change()
 	close(x.change)
 	x.change = make(chan struct{})
 }
