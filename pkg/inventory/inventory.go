@@ -74,10 +74,8 @@ const (
 	failureRetry = 5 * time.Second
 	problemRetry = 30 * time.Second
 	// rescanMIG is how often to scan while a GPU is in MIG mode: no file shows that a MIG instance was
-	// replaced by another one with the same ID. rescanMIGCapable is how often to scan while a GPU
-	// could be in MIG mode but is not: no file shows that an admin changed the mode.
-	rescanMIG        = time.Minute
-	rescanMIGCapable = 5 * time.Minute
+	// replaced by another one with the same ID. For a changed MIG mode the health loop requests a scan.
+	rescanMIG = time.Minute
 	// uncertainGrace is how long the snapshot keeps the last known state of a GPU whose MIG instances
 	// cannot be read.
 	uncertainGrace = 15 * time.Second
@@ -206,8 +204,8 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 		l.retry(failureRetry)
 	} else if slices.ContainsFunc(node.Problems, func(p nvidia.Problem) bool { return !boundToVFIO(node, p.PCIAddress) }) {
 		l.retry(problemRetry)
-	} else if pause := rescanInterval(node.GPUs); pause > 0 {
-		l.next = time.Now().Add(pause)
+	} else if slices.ContainsFunc(node.GPUs, func(g nvidia.GPU) bool { return g.MIG != nil && g.MIG.Enabled && !g.MIG.ReadOnly }) {
+		l.next = time.Now().Add(rescanMIG)
 	}
 	// A failed scan tells nothing about the state of each GPU, so it must neither start nor end the
 	// grace period of a GPU with unreadable MIG instances.
@@ -229,22 +227,6 @@ func boundToVFIO(node nvidia.Node, a device.PCIAddress) bool {
 	return slices.ContainsFunc(node.Passthrough, func(g device.GPU) bool {
 		return g.PCIAddress == a && g.Passthrough != nil && g.Passthrough.BoundByAdmin
 	})
-}
-
-// rescanInterval returns how long after a scan the next scan is due if no file changes. 0 means
-// never.
-func rescanInterval(gpus []nvidia.GPU) time.Duration {
-	pause := time.Duration(0)
-	for _, g := range gpus {
-		switch {
-		case g.MIG == nil || g.MIG.ReadOnly:
-		case g.MIG.Enabled:
-			return rescanMIG
-		default:
-			pause = rescanMIGCapable
-		}
-	}
-	return pause
 }
 
 // retainUncertain adds to the node the last known state of each GPU whose MIG instances cannot be
