@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -327,12 +328,13 @@ func (l *scanLoop) set(s Snapshot) {
 // is not logged again.
 func logChange(log klog.Logger, last, s Snapshot) {
 	switch {
-	case s.Ready && last.Ready && reflect.DeepEqual(withoutInstances(last.Node), withoutInstances(s.Node)):
-		if !reflect.DeepEqual(last.Node, s.Node) {
-			log.Info("MIG instances changed", "gpus", changedInstances(last.Node, s.Node))
-		}
 	case s.Ready && !reflect.DeepEqual(last.Node, s.Node):
-		log.Info("Found GPUs", "gpus", len(s.Node.GPUs), "driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
+		instances := 0
+		for _, g := range s.Node.GPUs {
+			instances += len(ptr.Deref(g.MIG, device.MIG{}).Instances)
+		}
+		log.Info("Found GPUs", "gpus", len(s.Node.GPUs), "migInstances", instances,
+			"driver", s.Node.Driver.Version, "cuda", s.Node.Driver.CUDAVersion)
 	case s.Ready && !last.Ready:
 		log.Info("GPUs are ready again", "gpus", len(s.Node.GPUs))
 	case !s.Ready && s.Reason != last.Reason:
@@ -341,39 +343,9 @@ func logChange(log klog.Logger, last, s Snapshot) {
 	if s.Failure != "" && s.Failure != last.Failure {
 		log.Error(nil, "Failed to scan GPUs; keeping the result of the last good scan", "failure", s.Failure)
 	}
-	known := map[nvidia.Problem]bool{}
-	for _, p := range last.Node.Problems {
-		known[p] = true
-	}
 	for _, p := range s.Node.Problems {
-		if !known[p] {
+		if !slices.Contains(last.Node.Problems, p) {
 			log.Info("GPU is not offered, or only in part", "gpu", p.PCIAddress, "reason", p.Message)
 		}
 	}
-}
-
-// withoutInstances returns a copy of the node without its MIG instances, which come and go with
-// claims.
-func withoutInstances(n nvidia.Node) nvidia.Node {
-	n.GPUs = slices.Clone(n.GPUs)
-	for i, g := range n.GPUs {
-		if g.MIG != nil {
-			mig := *g.MIG
-			mig.Instances = nil
-			n.GPUs[i].MIG = &mig
-		}
-	}
-	return n
-}
-
-// changedInstances returns the names of the GPUs whose MIG instances differ between two nodes that
-// are otherwise equal.
-func changedInstances(last, now nvidia.Node) []string {
-	var names []string
-	for i, g := range now.GPUs {
-		if !reflect.DeepEqual(last.GPUs[i].MIG, g.MIG) {
-			names = append(names, g.WholeName())
-		}
-	}
-	return names
 }

@@ -169,17 +169,6 @@ func TestMIGModeChangeTriggersRescan(t *testing.T) {
 	})
 }
 
-func TestClaimInstancesAreLoggedApartFromNodeChanges(t *testing.T) {
-	last, now := nodeWith("0000:1b:00.0", "0000:43:00.0"), nodeWith("0000:1b:00.0", "0000:43:00.0")
-	last.GPUs[1].MIG, now.GPUs[1].MIG = &device.MIG{}, &device.MIG{Instances: []device.Instance{{ID: 1}}}
-	if !reflect.DeepEqual(withoutInstances(last), withoutInstances(now)) || len(now.GPUs[1].MIG.Instances) != 1 {
-		t.Error("nodes that differ in MIG instances only compare as different")
-	}
-	if names := changedInstances(last, now); len(names) != 1 || names[0] != "gpu-0000-43-00-0" {
-		t.Error(names)
-	}
-}
-
 func TestLateDriverIsFoundWithinASecond(t *testing.T) {
 	f := &fakeHardware{err: &nvidia.NotReadyError{Reason: "the module is not loaded", Remedy: "load it"}}
 	runInventory(t, f, func(i *Inventory, wait func(time.Duration)) {
