@@ -63,7 +63,7 @@ func (n *Node) offeredToMachines() (gpus []device.GPU) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, g := range n.view.Load().Preparable.Node.GPUs {
-		if n.passes(g.GPU) && !g.PassthroughOnly() && !g.Passthrough.BoundByAdmin {
+		if n.policy(g.GPU).Passthrough && g.Passthrough != nil && !g.PassthroughOnly() && !g.Passthrough.BoundByAdmin {
 			gpus = append(gpus, g.GPU)
 		}
 	}

@@ -1,13 +1,11 @@
 package nodeview
 
 import (
-	"cmp"
 	"slices"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // driverGrace is how long NVIDIA's driver must be missing before the node's GPUs are offered to
@@ -35,41 +33,28 @@ func (n *Node) SetNodePolicies(p device.Policies) {
 // VFIO, and on a node without NVIDIA's driver all others. The caller holds n.mu.
 func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventory.Snapshot {
 	found := slices.Clone(lent)
+	driverMissing := s.Code == inventory.CodeDriverMissing && s.Node.Driver.Version == "" && time.Since(s.Since) >= driverGrace
 	for _, g := range s.Node.Passthrough {
-		if n.passes(g) && (g.Passthrough.BoundByAdmin || free(s, g)) {
+		if n.policy(g).OffersUnlisted(g, driverMissing) {
 			found = append(found, g)
 		}
 	}
-	nodes := slices.Clone(s.Node.GPUs)
-	for _, g := range found {
-		if !slices.ContainsFunc(nodes, func(o nvidia.GPU) bool { return o.PCIAddress == g.PCIAddress }) {
-			nodes = append(nodes, nvidia.GPU{GPU: g})
-		}
-	}
-	if len(nodes) == len(s.Node.GPUs) {
+	node := s.Node.WithUnlisted(found)
+	if len(node.GPUs) == len(s.Node.GPUs) {
 		return s
 	}
 	if len(s.Node.GPUs) == 0 && (s.Code == inventory.CodeNoGPU || s.Code == inventory.CodeDriverMissing) {
 		s.Ready, s.Reason, s.Code, s.Since = true, "", "", time.Time{} // these GPUs do not need the driver
 	}
-	slices.SortFunc(nodes, func(a, b nvidia.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
-	s.Known, s.Empty, s.Node.GPUs = true, false, nodes
-	added := func(a device.PCIAddress) bool {
-		return slices.ContainsFunc(found, func(g device.GPU) bool { return g.PCIAddress == a })
-	}
-	s.Node.Problems = slices.DeleteFunc(slices.Clone(s.Node.Problems), func(p nvidia.Problem) bool { return added(p.PCIAddress) })
-	s.Node.Passthrough = slices.DeleteFunc(slices.Clone(s.Node.Passthrough), func(g device.GPU) bool { return added(g.PCIAddress) })
+	s.Known, s.Empty, s.Node = true, false, node
 	return s
 }
 
-// passes reports whether the GPU can be passed to virtual machines and the policies say so. The
-// caller holds n.mu.
-func (n *Node) passes(g device.GPU) bool {
-	return n.configured != nil && n.annotated != nil && g.Passthrough != nil && n.configured.And(*n.annotated).For(g).Passthrough
-}
-
-// free reports whether the node has no NVIDIA driver, and no other kernel driver has the GPU.
-func free(s inventory.Snapshot, g device.GPU) bool {
-	return s.Code == inventory.CodeDriverMissing && s.Node.Driver.Version == "" && !g.Passthrough.HasDriver &&
-		time.Since(s.Since) >= driverGrace
+// policy returns the policy of the GPU. Until the policies are known, virtual machines get no GPU.
+// The caller holds n.mu.
+func (n *Node) policy(g device.GPU) device.Policy {
+	if n.configured == nil || n.annotated == nil {
+		return device.Policy{}
+	}
+	return n.configured.And(*n.annotated).For(g)
 }

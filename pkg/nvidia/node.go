@@ -1,7 +1,9 @@
 package nvidia
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -20,6 +22,24 @@ type Node struct {
 	Problems []Problem `json:"problems,omitempty"`
 	// Passthrough are the GPUs on the PCI bus that NVML does not list, as sysfs describes them.
 	Passthrough []device.GPU `json:"passthrough,omitempty"`
+}
+
+// WithUnlisted returns the node with GPUs that NVML does not list but that virtual machines can get.
+// Nothing else then says why they are not offered.
+func (n Node) WithUnlisted(gpus []device.GPU) Node {
+	added := func(a device.PCIAddress) bool {
+		return slices.ContainsFunc(gpus, func(g device.GPU) bool { return g.PCIAddress == a })
+	}
+	n.GPUs = slices.Clone(n.GPUs)
+	for _, g := range gpus {
+		if !slices.ContainsFunc(n.GPUs, func(o GPU) bool { return o.PCIAddress == g.PCIAddress }) {
+			n.GPUs = append(n.GPUs, GPU{GPU: g})
+		}
+	}
+	slices.SortFunc(n.GPUs, func(a, b GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
+	n.Problems = slices.DeleteFunc(slices.Clone(n.Problems), func(p Problem) bool { return added(p.PCIAddress) })
+	n.Passthrough = slices.DeleteFunc(slices.Clone(n.Passthrough), func(g device.GPU) bool { return added(g.PCIAddress) })
+	return n
 }
 
 // GPU is a card with the edits that a container needs in addition to [Node.Common]. Paths are the

@@ -11,11 +11,10 @@ import (
 )
 
 // addUnlisted adds to the node the GPUs that NVML does not list but that virtual machines can get.
-// Package nodeview decides the same for the plugin.
 func (p *Offer) addUnlisted(r Rules) error {
-	var problems []nvidia.Problem
-	gpus := slices.Clone(p.Node.GPUs)
-	for _, g := range p.Node.Passthrough {
+	var found []device.GPU
+	unlisted := p.Node.Passthrough
+	for _, g := range unlisted {
 		claimed := false
 		if r.Records != nil {
 			var err error
@@ -29,22 +28,19 @@ func (p *Offer) addUnlisted(r Rules) error {
 			facts := *g.Passthrough
 			facts.BoundByAdmin = facts.BoundByAdmin && !claimed // else it is the claim that has it bound
 			g.Passthrough = &facts
-			gpus = append(gpus, nvidia.GPU{GPU: g})
+			found = append(found, g)
 		}
 	}
-	for _, problem := range p.Node.Problems {
-		is := func(g device.GPU) bool { return g.PCIAddress == problem.PCIAddress }
-		if !slices.ContainsFunc(p.Node.Passthrough, is) {
-			problems = append(problems, problem)
-		}
-	}
-	slices.SortFunc(gpus, func(a, b nvidia.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
-	p.Node.GPUs, p.Node.Problems = gpus, problems
+	p.Node = p.Node.WithUnlisted(found)
+	p.Node.Problems = slices.DeleteFunc(p.Node.Problems, func(problem nvidia.Problem) bool {
+		return slices.ContainsFunc(unlisted, func(g device.GPU) bool { return g.PCIAddress == problem.PCIAddress })
+	})
 	return nil
 }
 
 // unlistedOffer says whether virtual machines can get a GPU that NVML does not list, and why.
 func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered bool) {
+	policy := p.policies.For(g)
 	what := "NVML does not list it"
 	for _, problem := range p.Node.Problems {
 		if problem.PCIAddress == g.PCIAddress {
@@ -56,11 +52,11 @@ func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered b
 		return what + "; not for virtual machines: " + cmp.Or(g.NoPassthrough, "unknown"), false
 	case claimed && g.Passthrough.BoundByAdmin:
 		return "a claim has it for a virtual machine", true
-	case !p.policies.For(g).Passthrough:
+	case !policy.Passthrough:
 		return what + "; not for virtual machines: passthrough is off for it", false
 	case g.Passthrough.BoundByAdmin:
 		return "bound to VFIO by no claim: for virtual machines only", true
-	case p.Node.Driver.Version == "" && !g.Passthrough.HasDriver:
+	case policy.OffersUnlisted(g, p.Node.Driver.Version == ""):
 		return "no kernel driver has it, and NVIDIA's driver is missing: for virtual machines only", true
 	default:
 		return what, false
