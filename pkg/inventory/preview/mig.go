@@ -1,6 +1,7 @@
 package preview
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"io"
@@ -14,19 +15,17 @@ import (
 
 // writeMIG writes the profiles and MIG instances of each MIG-capable GPU, and who created each MIG
 // instance.
-func writeMIG(out io.Writer, p Offer) error {
+func writeMIG(out *bytes.Buffer, p Offer) {
 	migCapable := slices.DeleteFunc(slices.Clone(p.Node.GPUs), func(g nvidia.GPU) bool { return g.MIG == nil })
 	if len(migCapable) == 0 {
-		return nil
+		return
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "\nNAME\tMIG MODE\tPROFILES")
 	for _, g := range migCapable {
 		fmt.Fprintf(w, "%s\t%s\t%s\n", g.WholeName(), modeText(*g.MIG), cmp.Or(profilesText(*g.MIG), "-"))
 	}
-	if err := w.Flush(); err != nil {
-		return err
-	}
+	_ = w.Flush()
 	w = tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	head := "\nINSTANCE\tID\tPLACEMENT\tPROFILE\tMADE FOR\tUUID\n"
 	for _, g := range migCapable {
@@ -36,7 +35,7 @@ func writeMIG(out io.Writer, p Offer) error {
 			writeInstance(w, g.GPU, i, p.ownerOf(g.WholeName(), i))
 		}
 	}
-	return w.Flush()
+	_ = w.Flush()
 }
 
 func modeText(m device.MIG) string {

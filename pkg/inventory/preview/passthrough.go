@@ -3,7 +3,6 @@ package preview
 import (
 	"cmp"
 	"fmt"
-	"io"
 	"slices"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -61,17 +60,4 @@ func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered b
 	default:
 		return what, false
 	}
-}
-
-// writeUnlisted lists the GPUs that NVML does not list.
-func writeUnlisted(out io.Writer, p Offer) error {
-	for i, line := range p.unlisted {
-		if i == 0 {
-			fmt.Fprintln(out, "\nNot listed by NVML:")
-		}
-		if _, err := fmt.Fprintf(out, "  %s\n", line); err != nil {
-			return err
-		}
-	}
-	return nil
 }

@@ -1,6 +1,7 @@
 package preview
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"io"
@@ -20,6 +21,18 @@ import (
 // WriteTable writes a table of the GPUs that a node has, the devices that it offers, and why it
 // does not offer more.
 func WriteTable(out io.Writer, p Offer) error {
+	var text bytes.Buffer // no write to it fails
+	writeGPUs(&text, p)
+	writeMIG(&text, p)
+	writeOffer(&text, p)
+	writeList(&text, "Not listed by NVML", p.unlisted)
+	writeList(&text, "Not offered, or only in part", p.whyNotMore())
+	writeList(&text, "Open in other processes", p.holders())
+	_, err := text.WriteTo(out)
+	return err
+}
+
+func writeGPUs(out *bytes.Buffer, p Offer) {
 	node := p.Node
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "Driver %s, CUDA %s\n\n", cmp.Or(node.Driver.Version, "missing"), cmp.Or(node.Driver.CUDAVersion, "unknown"))
@@ -43,63 +56,48 @@ func WriteTable(out io.Writer, p Offer) error {
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\n",
 			g.WholeName(), cmp.Or(g.ProductName, "-"), memory, numa, cmp.Or(g.PCIeRoot, "-"), minor, cmp.Or(g.UUID, "-"))
 	}
-	if err := w.Flush(); err != nil {
-		return err
-	}
-	if err := writeMIG(out, p); err != nil {
-		return err
-	}
-	if err := writeOffer(out, p); err != nil {
-		return err
-	}
-	if err := writeUnlisted(out, p); err != nil {
-		return err
-	}
-	var why []string
-	for _, problem := range node.Problems {
-		why = append(why, problem.String())
-	}
-	for _, g := range node.GPUs {
-		for _, reason := range p.reasons[g.WholeName()] {
-			why = append(why, g.WholeName()+": "+reason)
-		}
-	}
-	for i, line := range why {
-		if i == 0 {
-			fmt.Fprintln(out, "\nNot offered, or only in part:")
-		}
-		if _, err := fmt.Fprintf(out, "  %s\n", line); err != nil {
-			return err
-		}
-	}
-	return writeHolders(out, p)
+	_ = w.Flush()
 }
 
-// writeHolders lists the processes that have a GPU open. Such a process blocks a reset of the GPU
-// and a change of its MIG mode.
-func writeHolders(out io.Writer, p Offer) error {
-	title := "\nOpen in other processes:\n"
+// writeList writes the lines below the title, if there are any.
+func writeList(out *bytes.Buffer, title string, lines []string) {
+	if len(lines) > 0 {
+		fmt.Fprintf(out, "\n%s:\n  %s\n", title, strings.Join(lines, "\n  "))
+	}
+}
+
+func (p Offer) whyNotMore() (lines []string) {
+	for _, problem := range p.Node.Problems {
+		lines = append(lines, problem.String())
+	}
+	for _, g := range p.Node.GPUs {
+		for _, reason := range p.reasons[g.WholeName()] {
+			lines = append(lines, g.WholeName()+": "+reason)
+		}
+	}
+	return lines
+}
+
+// holders lists the processes that have a GPU open. Such a process blocks a reset of the GPU and a
+// change of its MIG mode.
+func (p Offer) holders() (lines []string) {
 	for _, g := range p.Node.GPUs {
 		var names []string
 		for _, process := range p.Holders[g.WholeName()] {
 			names = append(names, process.String())
 		}
-		if len(names) == 0 {
-			continue
+		if len(names) > 0 {
+			lines = append(lines, g.WholeName()+": "+strings.Join(names, ", "))
 		}
-		if _, err := fmt.Fprintf(out, "%s  %s: %s\n", title, g.WholeName(), strings.Join(names, ", ")); err != nil {
-			return err
-		}
-		title = ""
 	}
-	return nil
+	return lines
 }
 
 // writeOffer writes how many devices of each kind each GPU would publish. It counts all devices,
 // even those that cannot be allocated at the same time.
-func writeOffer(out io.Writer, p Offer) error {
+func writeOffer(out *bytes.Buffer, p Offer) {
 	if len(p.Node.GPUs) == 0 {
-		return nil
+		return
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "\nNAME\tMIG POLICY\tDEVICES OFFERED")
@@ -114,7 +112,7 @@ func writeOffer(out io.Writer, p Offer) error {
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\n", g.WholeName(), policy, cmp.Or(strings.Join(kinds, ", "), "none"))
 	}
-	return w.Flush()
+	_ = w.Flush()
 }
 
 // WriteSlices writes the ResourceSlices that a node would publish, as YAML documents. If nodeName
