@@ -54,11 +54,10 @@ func transactionOptions(
 	if parts.Binder != nil {
 		node.Binder = rescanning{parts.Binder, inv}
 	}
-	paths := Paths(cfg)
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,
 		Claims: claimReader{calls, parts.Client},
-		Edits:  nodeEdits{visiblePath(cfg), metadata.NewFiles(cfg.MetadataDir()), cfg, scan.CapabilityEdits(paths)}, ShareTotals: shares.Of,
+		Edits:  nodeEdits{visiblePath(cfg), metadata.NewFiles(cfg.MetadataDir()), cfg}, ShareTotals: shares.Of,
 		Observer:    claimObserver{calls, status, toAdmins},
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	}
@@ -95,11 +94,10 @@ type nodeEdits struct {
 	cdi.Mapper
 	*metadata.Files
 	cfg *config.Config
-	mig func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
 }
 
 func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
-	return e.mig(parent, in, c)
+	return scan.CapabilityEdits(Paths(e.cfg), parent, in, c)
 }
 
 func (e nodeEdits) Monitor() specs.ContainerEdits { return scan.MonitorEdits(Paths(e.cfg)) }

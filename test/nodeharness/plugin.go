@@ -15,6 +15,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -74,7 +75,9 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 			Specs: metadata.WithSpecs{Store: p.Specs, Files: metadata.NewFiles(cfg.MetadataDir())},
 		},
 		Edits: &preparetest.Edits{
-			OnMIG: scan.CapabilityEdits(n.Paths()),
+			OnMIG: func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
+				return scan.CapabilityEdits(n.Paths(), parent, in, c)
+			},
 			OnVerify: func(edits specs.ContainerEdits) error {
 				edits.Hooks = nil
 				return cdi.Mapper(n.Paths().Mapper()).Verify(edits)

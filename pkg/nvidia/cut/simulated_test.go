@@ -91,7 +91,7 @@ func TestEveryPlacementOfEveryModel(t *testing.T) {
 					if diff := gocmp.Diff([]device.Instance{made}, c.Instances()); diff != "" {
 						t.Error(diff)
 					}
-					for _, n := range scan.CapabilityEdits(s.Paths())(specs.ContainerEdits{}, made, made.Compute[0]).DeviceNodes {
+					for _, n := range scan.CapabilityEdits(s.Paths(), specs.ContainerEdits{}, made, made.Compute[0]).DeviceNodes {
 						var node unix.Stat_t
 						path := filepath.Join(s.Paths().DeviceRoot(), n.Path)
 						if err := unix.Stat(path, &node); err != nil || node.Mode&unix.S_IFMT != unix.S_IFCHR ||

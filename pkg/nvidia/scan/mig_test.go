@@ -201,7 +201,7 @@ func TestMIGDeviceEditsHaveParentAndCapabilities(t *testing.T) {
 		Hooks: []*specs.Hook{{HookName: "createContainer",
 			Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link", "../card1::/dev/dri/by-path/x"}}},
 	}
-	got := CapabilityEdits(h.Paths())(parent, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
+	got := CapabilityEdits(h.Paths(), parent, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
 	want := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{
 		{Path: "/dev/nvidia1", HostPath: "/run/nvidia/driver/dev/nvidia1", Permissions: "rw"},
 		{Path: "/dev/nvidia-caps/nvidia-cap147", HostPath: "/run/nvidia/driver/dev/nvidia-caps/nvidia-cap147", Permissions: "rw"},
@@ -216,7 +216,7 @@ func TestMIGDeviceEditsHaveParentAndCapabilities(t *testing.T) {
 	p := h.Paths()
 	p.DevRoot = "/"
 	p.HostDriverRoot, p.DriverRoot = "/", "/"
-	if n := CapabilityEdits(p)(parent, device.Instance{Minor: 1}, device.ComputeInstance{Minor: 2}).DeviceNodes[1]; n.HostPath != "" ||
+	if n := CapabilityEdits(p, parent, device.Instance{Minor: 1}, device.ComputeInstance{Minor: 2}).DeviceNodes[1]; n.HostPath != "" ||
 		n.Path != "/dev/nvidia-caps/nvidia-cap1" {
 		t.Errorf("%+v", n)
 	}
@@ -233,7 +233,7 @@ func TestCapabilityNodesHaveNumbers(t *testing.T) {
 			Permissions: "rw",
 		}
 	}
-	got := CapabilityEdits(h.Paths())(specs.ContainerEdits{}, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
+	got := CapabilityEdits(h.Paths(), specs.ContainerEdits{}, device.Instance{Minor: 147}, device.ComputeInstance{Minor: 148})
 	if diff := cmp.Diff([]*specs.DeviceNode{node(147), node(148)}, got.DeviceNodes); diff != "" {
 		t.Error(diff)
 	}
@@ -248,7 +248,7 @@ func TestCapabilityNodesHaveNumbers(t *testing.T) {
 func TestGraphicsProfileKeepsDRMNodes(t *testing.T) {
 	parent := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/dri/card1"}, {Path: "/dev/nvidia1"}}}
 	for name, nodes := range map[string]int{"1g.24gb": 3, "1g.24gb+gfx": 4} {
-		got := CapabilityEdits(nvidiatest.NewHost(t).Paths())(parent, device.Instance{}, device.ComputeInstance{Name: name})
+		got := CapabilityEdits(nvidiatest.NewHost(t).Paths(), parent, device.Instance{}, device.ComputeInstance{Name: name})
 		if len(got.DeviceNodes) != nodes {
 			t.Errorf("%s has %d device nodes, want %d", name, len(got.DeviceNodes), nodes)
 		}

@@ -266,7 +266,6 @@ func TestOnlyWholeGPUsAndGraphicsPartitionsGetDRMNodes(t *testing.T) {
 	if nodes, links := graphicsOf(node.GPUs[1].Edits); !slices.Equal(nodes, want) || !slices.Equal(links, wantLinks) {
 		t.Errorf("the whole GPU has %v and %v, want %v and %v", nodes, links, want, wantLinks)
 	}
-	with := CapabilityEdits(s.Paths())
 	for name, want := range map[string][]string{"1g.24gb": nil, "1g.24gb+gfx": {"card32", "renderD160"}} {
 		var found int
 		for _, in := range node.GPUs[0].MIG.Instances {
@@ -275,7 +274,7 @@ func TestOnlyWholeGPUsAndGraphicsPartitionsGetDRMNodes(t *testing.T) {
 					continue
 				}
 				found++
-				if nodes, links := graphicsOf(with(node.GPUs[0].Edits, in, c)); !slices.Equal(nodes, want) || len(links) != len(want) {
+				if nodes, links := graphicsOf(CapabilityEdits(s.Paths(), node.GPUs[0].Edits, in, c)); !slices.Equal(nodes, want) || len(links) != len(want) {
 					t.Errorf("partition %s has %v and %v, want %v", name, nodes, links, want)
 				}
 			}
