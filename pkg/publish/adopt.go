@@ -27,9 +27,11 @@ func (p *Publisher) newRollout(
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Failed to list the ResourceSlices of an earlier instance; the controller will replace them", "err", err)
 	}
-	first, published := wanted, false
-	if earlier, same := equalExceptTaints(stored, wanted); same {
-		first, published = earlier, true
+	first = wanted
+	earlier := completePool(stored)
+	published := len(earlier) > 0 && slices.EqualFunc(earlier, wanted, rollout.EqualExceptTaints)
+	if published {
+		first = earlier
 	}
 	r := rollout.New(first, published, time.Now())
 	r.SetTarget(wanted)
@@ -45,39 +47,21 @@ func (p *Publisher) adoptSlices(ctx context.Context) ([]resourceslice.Slice, err
 	if err != nil {
 		return nil, err
 	}
-	adopted, _ := completePool(stored)
-	return adopted, nil
+	return completePool(stored), nil
 }
 
-// completePool returns the stored slices, sorted by index. complete is false if they are not one
-// complete pool.
-func completePool(stored []resourceapi.ResourceSlice) (_ []resourceslice.Slice, complete bool) {
+// completePool returns the stored slices, sorted by index, or none if they are not one complete pool.
+func completePool(stored []resourceapi.ResourceSlice) []resourceslice.Slice {
 	// The name of each slice starts with its index in the pool.
 	slices.SortFunc(stored, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
 	all := make([]resourceslice.Slice, len(stored))
 	for i, t := range stored {
 		if t.Spec.Pool != stored[0].Spec.Pool || t.Spec.Pool.ResourceSliceCount != int64(len(stored)) {
-			return nil, false
+			return nil
 		}
 		all[i] = sliceOf(t.Spec)
 	}
-	return all, true
-}
-
-// equalExceptTaints compares stored slices with wanted ones. same is true if the stored slices are
-// one complete pool that differs from wanted only in taints. Then it returns the stored slices,
-// sorted.
-func equalExceptTaints(stored []resourceapi.ResourceSlice, wanted []resourceslice.Slice) (_ []resourceslice.Slice, same bool) {
-	published, complete := completePool(stored)
-	if !complete || len(published) == 0 || len(published) != len(wanted) {
-		return nil, false
-	}
-	for i := range wanted {
-		if !rollout.EqualExceptTaints(published[i], wanted[i]) {
-			return nil, false
-		}
-	}
-	return published, true
+	return all
 }
 
 // sliceOf returns the fields of a published slice that the publisher chooses. The slice controller

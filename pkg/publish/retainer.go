@@ -176,20 +176,15 @@ func (r *retainer) Retain(
 // Claims may have devices of such a GPU, because the kubelet deletes a node's slices when it
 // starts.
 func (r *retainer) hasNewGPU(gpus map[string]device.GPU) bool {
-	known := maps.Clone(r.gpus)
-	if known == nil {
-		known = map[string]device.GPU{}
+	unknown := maps.Clone(gpus)
+	for name := range r.gpus {
+		delete(unknown, name)
 	}
 	for name := range r.published {
 		n, _ := device.ParseName(name)
-		known[n.GPU] = gpus[n.GPU]
+		delete(unknown, n.GPU)
 	}
-	for name := range gpus {
-		if _, is := known[name]; !is {
-			return true
-		}
-	}
-	return false
+	return len(unknown) > 0
 }
 
 // withdrawFreeDevices removes all unallocated devices of each GPU that is about to lose a device
@@ -240,7 +235,7 @@ func (r *retainer) readPublished(ctx context.Context) (forms, error) {
 	}
 	specs := make([]resourceslice.Slice, len(all))
 	for i, s := range all {
-		specs[i] = resourceslice.Slice{Devices: s.Spec.Devices, SharedCounters: s.Spec.SharedCounters}
+		specs[i] = sliceOf(s.Spec)
 	}
 	published := formsOf(specs)
 	published.addMissing(r.offered)
