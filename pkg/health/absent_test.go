@@ -20,14 +20,14 @@ func TestCardOfAnotherDriverIsNeitherLostNorMissing(t *testing.T) {
 		w.advance(time.Hour) // the watcher does not query a GPU of another kernel driver
 		w.watcherUp("load-1")
 		w.wantState(gpuName, Unhealthy)
-		if missing, settled := w.View().Missing(nil, w.now); len(missing) > 0 || !settled {
+		if missing := w.View().Missing(nil, w.now); len(missing) > 0 {
 			t.Errorf("missing: %v", missing)
 		}
 		w = w.restart(s, nil)
 		w.watcherUp("load-1")
 	}
 	w.answer(device.Condition{Reach: device.ReachFailed})
-	if missing, _ := w.View().Missing(nil, w.now); len(missing) != 1 {
+	if missing := w.View().Missing(nil, w.now); len(missing) != 1 {
 		t.Error("want the card missing once it is queried again")
 	}
 

@@ -56,26 +56,22 @@ func (v *View) Of(g device.GPU, name device.Name) Verdict {
 const relistGrace = time.Minute
 
 // Missing returns the cards that are absent from listed and are not Healthy, or recovered less than
-// relistGrace ago. settled is false if it returned a card only because of relistGrace. It skips
-// cards that are bound to another kernel driver.
-func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU, settled bool) {
+// relistGrace ago. It skips cards that are bound to another kernel driver.
+func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU) {
 	if v == nil {
-		return nil, true
+		return nil
 	}
-	settled = true
 	for address, c := range v.cards {
 		if c.GPU == nil || c.OtherDriver || slices.Contains(listed, address) {
 			continue
 		}
-		switch {
-		case v.Of(*c.GPU, device.Name{GPU: address.WholeName()}).State > Healthy:
+		unhealthy := v.Of(*c.GPU, device.Name{GPU: address.WholeName()}).State > Healthy
+		if unhealthy || now.Sub(c.recoveredAt) < relistGrace {
 			missing = append(missing, *c.GPU)
-		case now.Sub(c.recoveredAt) < relistGrace:
-			missing, settled = append(missing, *c.GPU), false
 		}
 	}
 	slices.SortFunc(missing, func(a, b device.GPU) int { return strings.Compare(string(a.PCIAddress), string(b.PCIAddress)) })
-	return missing, settled
+	return missing
 }
 
 // Known returns the GPU at the address as the inventory last reported it.

@@ -110,8 +110,7 @@ func absent(v *health.View, s inventory.Snapshot) []device.GPU {
 	for i, g := range s.Node.GPUs {
 		listed[i] = g.PCIAddress
 	}
-	missing, _ := v.Missing(listed, time.Now())
-	return missing
+	return v.Missing(listed, time.Now())
 }
 
 // removedForGood reports whether the GPU g, which the inventory no longer finds, was unplugged and
