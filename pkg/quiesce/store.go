@@ -38,13 +38,6 @@ func (s store) Load() (string, error) {
 
 // Save stores the reason of the release request. If reason is "", it removes the file.
 func (s store) Save(reason string) error {
-	if err := s.save(reason); err != nil {
-		return fmt.Errorf("store the release request in %s: %w", s.path, err)
-	}
-	return nil
-}
-
-func (s store) save(reason string) error {
 	if reason != "" {
 		return storeFormat.Write(s.disk, s.path, storedRequest{reason})
 	}
