@@ -170,8 +170,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		StateDir: cfg.StateDir(), Access: access, StopWorkers: parts.StopWorkers,
 		Readiness: node, Reports: recorder, Released: parts.Metrics.Released, Wake: reconciling.Wake,
 	})
-	devicePlugin := nodeview.NewDevicePlugin(cfg.DevicePluginConflict == config.ConflictRefuse, node, recorder.EventOnChange,
-		parts.Metrics.DevicePlugin)
+	devicePlugin := nodeview.DevicePlugin{
+		Node: node, Refuse: cfg.DevicePluginConflict == config.ConflictRefuse, EventOnChange: recorder.EventOnChange,
+		Found: parts.Metrics.DevicePlugin,
+	}
 	policy := &nodePolicy{
 		client: parts.Client, node: cfg.NodeName, wake: reconciling.Wake, events: recorder,
 		setPolicies: func(p device.Policies) {

@@ -16,23 +16,17 @@ const CodeDevicePlugin = "device-plugin"
 // device plugin nor this driver knows the other's allocations, so both may give out the same GPU.
 // Extended resources of a DeviceClass do not count: they are not in a Node's capacity.
 type DevicePlugin struct {
-	refuse        bool
-	node          *Node
-	eventOnChange func(reason events.Reason, state, message string)
-	found         func(there bool)
-}
-
-// NewDevicePlugin returns a DevicePlugin. If refuse is true, the node is not ready while the device
-// plugin runs on it. eventOnChange writes an Event on the Node if the state differs from that of
-// the last call. found shows in the metrics whether the device plugin offers the node's GPUs.
-func NewDevicePlugin(
-	refuse bool, n *Node, eventOnChange func(reason events.Reason, state, message string), found func(there bool),
-) *DevicePlugin {
-	return &DevicePlugin{refuse, n, eventOnChange, found}
+	Node *Node
+	// Refuse is true if the node is not ready while the device plugin runs on it.
+	Refuse bool
+	// EventOnChange writes an Event on the Node if the state differs from that of the last call.
+	EventOnChange func(reason events.Reason, state, message string)
+	// Found shows in the metrics whether the device plugin offers the node's GPUs.
+	Found func(there bool)
 }
 
 // Observe looks for the device plugin's resources in node, which is the newest version of the Node.
-func (c *DevicePlugin) Observe(node *corev1.Node) {
+func (c DevicePlugin) Observe(node *corev1.Node) {
 	var offered []string
 	for name, n := range node.Status.Capacity {
 		if isDevicePluginResource(string(name)) && !n.IsZero() {
@@ -40,12 +34,12 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 		}
 	}
 	slices.Sort(offered)
-	c.found(len(offered) > 0)
+	c.Found(len(offered) > 0)
 	message := ""
 	if len(offered) > 0 {
 		message = "NVIDIA's device plugin also offers this node's GPUs (" + strings.Join(offered, ", ") +
 			" in the Node's capacity) and gives them to Pods without claims. Keep one of the two off this node with a nodeSelector. "
-		if c.refuse {
+		if c.Refuse {
 			message += "Until then this driver prepares no claims here. If each has its own GPUs on this node, set devicePluginConflict to warn."
 		} else {
 			message += "Both keep running because devicePluginConflict is warn: two Pods may get the same GPU"
@@ -53,11 +47,11 @@ func (c *DevicePlugin) Observe(node *corev1.Node) {
 	}
 	switch {
 	case message == "":
-		c.node.Clear(CodeDevicePlugin)
-	case c.refuse:
-		c.node.Report(Condition{Source: CodeDevicePlugin, Code: CodeDevicePlugin, Message: message})
+		c.Node.Clear(CodeDevicePlugin)
+	case c.Refuse:
+		c.Node.Report(Condition{Source: CodeDevicePlugin, Code: CodeDevicePlugin, Message: message})
 	}
-	c.eventOnChange(events.DevicePlugin, message, message)
+	c.EventOnChange(events.DevicePlugin, message, message)
 }
 
 func isDevicePluginResource(name string) bool {

@@ -33,7 +33,7 @@ func TestDevicePluginConflict(t *testing.T) {
 	}
 	for _, mode := range []string{config.ConflictRefuse, config.ConflictWarn} {
 		said, node := &devicePluginReports{}, newWorld(ready(first)).start()
-		b := NewDevicePlugin(mode == config.ConflictRefuse, node, said.EventOnChange, said.DevicePlugin)
+		b := DevicePlugin{Node: node, Refuse: mode == config.ConflictRefuse, EventOnChange: said.EventOnChange, Found: said.DevicePlugin}
 		for _, c := range []struct {
 			capacity corev1.ResourceList
 			there    bool
