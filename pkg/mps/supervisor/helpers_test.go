@@ -101,7 +101,8 @@ func newNode(t *testing.T) *node {
 	if err := os.MkdirAll(n.paths.ShmRoot, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: filepath.Join(built, mps.HookProgram)}
+	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: filepath.Join(built, mps.HookProgram),
+		StartTimeout: DefaultStartTimeout}
 	n.client = mps.NewClient(n.paths)
 	t.Cleanup(n.cleanUp)
 	return n

@@ -1,7 +1,6 @@
 package supervisor
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -36,7 +35,7 @@ type Options struct {
 	// SharedMemory is the size of each daemon's /dev/shm, which its clients mount too, in MiB. 0 means
 	// half of the node's memory.
 	SharedMemory uint64
-	// StartTimeout is how long a daemon may take to become ready. 0 means [DefaultStartTimeout].
+	// StartTimeout is how long a daemon may take to become ready.
 	StartTimeout time.Duration
 	// Program is the path of gpu-mps. The supervisor runs it to set up a daemon's mount namespace.
 	Program string
@@ -46,20 +45,11 @@ func (o *Options) complete() error {
 	if !filepath.IsAbs(o.Paths.PluginDir) {
 		return fmt.Errorf("the plugin directory %q is not an absolute path", o.Paths.PluginDir)
 	}
-	if o.Program == "" {
-		return errors.New("the path of gpu-mps itself is unknown")
-	}
 	if o.ShmRootMount == "" {
 		o.ShmRootMount = filepath.Dir(o.Paths.ShmDir())
 	}
-	if o.DriverRoot == "" {
-		o.DriverRoot = "/"
-	}
 	if o.DriverRootMount == "" {
 		o.DriverRootMount = o.DriverRoot
-	}
-	if o.StartTimeout == 0 {
-		o.StartTimeout = DefaultStartTimeout
 	}
 	return nil
 }
