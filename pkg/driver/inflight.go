@@ -9,6 +9,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // inFlightCalls has the kubelet's running calls, so that a stopping plugin can wait for them before
@@ -20,7 +22,7 @@ type inFlightCalls struct {
 	// draining makes intercept refuse new Prepare calls. The kubelet retries them, and the next plugin
 	// instance answers.
 	draining bool
-	ended    chan struct{} // has a value after a call has ended
+	ended    wake.Signal // has a value after a call has ended
 }
 
 // call is a running call. unprepared has the claims that were unprepared since it began.
@@ -29,7 +31,7 @@ type call struct{ unprepared map[types.UID]bool }
 type callKey struct{}
 
 func newInFlightCalls() *inFlightCalls {
-	return &inFlightCalls{running: map[*call]struct{}{}, ended: make(chan struct{}, 1)}
+	return &inFlightCalls{running: map[*call]struct{}{}, ended: wake.New()}
 }
 
 // intercept is a [grpc.UnaryServerInterceptor], which runs around each call of the kubelet.
@@ -46,10 +48,7 @@ func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.Unary
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		delete(f.running, c)
-		select {
-		case f.ended <- struct{}{}:
-		default: // Drain has not taken the last value yet
-		}
+		f.ended.Wake()
 	}()
 	return handler(context.WithValue(ctx, callKey{}, c), req)
 }

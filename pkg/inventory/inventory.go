@@ -24,6 +24,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // Snapshot is the node's state as of the last scan. Readers must not modify it.
@@ -99,7 +100,7 @@ type Hardware struct {
 type Inventory struct {
 	hardware     Hardware
 	current      atomic.Pointer[Snapshot]
-	scanRequests chan struct{}
+	scanRequests wake.Signal
 
 	mu      sync.Mutex
 	waiting []chan struct{} // closed when a scan ends that began later
@@ -107,7 +108,7 @@ type Inventory struct {
 
 // New returns an inventory that has not scanned yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, scanRequests: make(chan struct{}, 1)}
+	i := &Inventory{hardware: h, scanRequests: wake.New()}
 	i.current.Store(&Snapshot{
 		Reason: "the node's GPUs have not been scanned yet", Code: CodeNotScanned, Since: time.Now(),
 	})
@@ -119,12 +120,7 @@ func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
 
 // RequestScan triggers a scan at once. Callers use it when they saw that the hardware differs from
 // the snapshot.
-func (i *Inventory) RequestScan() {
-	select {
-	case i.scanRequests <- struct{}{}:
-	default:
-	}
-}
+func (i *Inventory) RequestScan() { i.scanRequests.Wake() }
 
 // Rescan waits until a scan that began after this call is in the snapshot, or until ctx ends.
 func (i *Inventory) Rescan(ctx context.Context) {

@@ -7,6 +7,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/discovery"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // versionInterval is how often the publisher reads the API server's version, because another
@@ -44,14 +46,14 @@ func (p *Publisher) probe(ctx context.Context) (_ Features, ok bool) {
 // watchVersion reads the API server's version every versionInterval until the context ends. After a
 // change it signals versionChanged. If the first read fails, the first version counts as a change,
 // because the probe may have been answered by another one.
-func (p *Publisher) watchVersion(ctx context.Context, versionChanged chan<- struct{}) {
+func (p *Publisher) watchVersion(ctx context.Context, versionChanged wake.Signal) {
 	last, first := "", true
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		now := serverVersion(ctx, p.opts.Client.Discovery())
 		if now != "" && now != last {
 			p.builder.slowScheduler.setVersion(now)
 			if !first {
-				wake(versionChanged)
+				versionChanged.Wake()
 			}
 		}
 		last, first = cmp.Or(now, last), false

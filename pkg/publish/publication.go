@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/rollout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 const (
@@ -71,7 +72,7 @@ type publication struct {
 	// keys are the pool's name, for the slice controller, and featureProbes.
 	retries workqueue.TypedRateLimiter[string]
 	// probeAgain wakes the loop when the API server may keep other fields than at the last probe.
-	probeAgain chan struct{}
+	probeAgain wake.Signal
 	background sync.WaitGroup
 }
 
@@ -97,7 +98,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 // start finds out which fields the API server keeps, waits until there is something to publish and
 // starts the slice controller.
 func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
-	b := &publication{Publisher: p, retries: newJitteredLimiter(), probeAgain: make(chan struct{}, 1)}
+	b := &publication{Publisher: p, retries: newJitteredLimiter(), probeAgain: wake.New()}
 	var known bool
 	if b.features, known = p.waitForFeatures(ctx); !known {
 		return nil, ctx.Err()
@@ -118,7 +119,7 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
 			// The API server may have been replaced since the last probe.
 			if errors.As(err, new(*resourceslice.DroppedFieldsError)) || apierrors.IsInvalid(err) {
-				wake(b.probeAgain)
+				b.probeAgain.Wake()
 			}
 			p.reportError(ctx, err, msg)
 		},
@@ -317,7 +318,7 @@ func (b *publication) reprobe(ctx context.Context) {
 	now, ok := b.probe(ctx)
 	switch {
 	case !ok:
-		wake(b.probeAgain)
+		b.probeAgain.Wake()
 	case now != b.features:
 		b.features = now
 	default:

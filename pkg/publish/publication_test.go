@@ -195,7 +195,7 @@ func TestTaintsArePublishedWhileProbesFail(t *testing.T) {
 			go func() {
 				time.Sleep(time.Minute) //nolint:forbidigo // simulated time
 				rejects.Store(true)
-				wake(b.probeAgain)
+				b.probeAgain.Wake()
 			}()
 		})
 		advance(time.Minute + time.Second)
@@ -237,7 +237,7 @@ func TestProbeAfterQuietTimeComesSoon(t *testing.T) {
 		startPublication(t, u, func(b *publication) {
 			go func() {
 				for range again {
-					wake(b.probeAgain)
+					b.probeAgain.Wake()
 				}
 			}()
 		})

@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // Options has what a Publisher needs.
@@ -66,7 +67,7 @@ type Publisher struct {
 	cluster Cluster
 	builder *builder
 	// rebuild says that the slices must be built again, because a policy has changed or a claim ended.
-	rebuild chan struct{}
+	rebuild wake.Signal
 	// slices has the slices to publish now, with their taints. It is nil while this instance does not
 	// publish. The slices are never modified.
 	slices atomic.Pointer[[]resourceslice.Slice]
@@ -80,7 +81,7 @@ type Publisher struct {
 func New(o Options) *Publisher {
 	cluster := APIServer{Client: o.Client, Node: o.NodeName}
 	p := &Publisher{
-		opts: o, cluster: cluster, rebuild: make(chan struct{}, 1),
+		opts: o, cluster: cluster, rebuild: wake.New(),
 		builder: &builder{
 			layouts:       NewLayouts(o.Claims, cluster),
 			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
@@ -94,7 +95,7 @@ func New(o Options) *Publisher {
 // ClaimEnded tells the publisher that a claim was unprepared, which a change may wait for.
 func (p *Publisher) ClaimEnded() {
 	if p.builder.delayed.Load() {
-		wake(p.rebuild)
+		p.rebuild.Wake()
 	}
 }
 
@@ -104,13 +105,13 @@ func (p *Publisher) SetSettings(policies device.Policies, shares device.ShareRul
 	p.builder.layouts.SetConfigured(policies)
 	p.builder.shares.Store(&shares)
 	p.effects.Store(&effects)
-	wake(p.rebuild)
+	p.rebuild.Wake()
 }
 
 // SetNodePolicies sets the MIG policies from the Node's annotation.
 func (p *Publisher) SetNodePolicies(policies device.Policies) {
 	p.builder.layouts.SetNodePolicies(policies)
-	wake(p.rebuild)
+	p.rebuild.Wake()
 }
 
 // HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt.
@@ -202,13 +203,4 @@ func unlessDone(ctx context.Context, err error) error {
 		return err
 	}
 	return nil
-}
-
-// wake signals c, a channel of capacity one. It does not block if a signal is already in the
-// channel.
-func wake(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // Claims works on the claims' checkpoint records and on what they describe.
@@ -91,7 +92,7 @@ const (
 type Reconciler struct {
 	opts   Options
 	modes  *modeCleaner
-	wakeup chan struct{}
+	wakeup wake.Signal
 	// specs has the claims whose CDI specs need the hardware for their repair. It contains each claim
 	// at most once and never gives the same claim to two goroutines.
 	specs workqueue.TypedInterface[types.UID]
@@ -104,18 +105,13 @@ type Reconciler struct {
 // New returns a Reconciler that works while Run and RunSpecRepairs run.
 func New(o Options) *Reconciler {
 	return &Reconciler{
-		opts: o, wakeup: make(chan struct{}, 1), specs: workqueue.NewTyped[types.UID](),
+		opts: o, wakeup: wake.New(), specs: workqueue.NewTyped[types.UID](),
 		modes: newModeCleaner(o.Claims.DisableUnusedMIGMode, o.Inventory.RequestScan),
 	}
 }
 
 // Wake requests a comparison soon. It does not block.
-func (r *Reconciler) Wake() {
-	select {
-	case r.wakeup <- struct{}{}:
-	default:
-	}
-}
+func (r *Reconciler) Wake() { r.wakeup.Wake() }
 
 // Recover finishes or rolls back the Prepare and Unprepare calls that an earlier process did not
 // finish. While the GPUs are released, it only notes that, and reconciliation does it later.

@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 const (
@@ -41,7 +42,7 @@ type runner struct {
 	end      context.CancelCauseFunc
 	finished chan struct{} // closed when the runner has finished
 	leftErr  error         // why processes of the daemon are left, valid after finished is closed
-	retry    chan struct{} // requests an immediate start
+	retry    wake.Signal   // requests an immediate start
 	waits    waits         // how long the daemon's processes may take to end
 
 	mu  sync.Mutex
@@ -69,13 +70,6 @@ func (r *runner) setState(state mps.State, change func(now *progress)) {
 	change(&r.now)
 	close(r.now.changed)
 	r.now.changed = make(chan struct{})
-}
-
-func (r *runner) retryNow() {
-	select {
-	case r.retry <- struct{}{}:
-	default:
-	}
 }
 
 // run starts the daemon of r, and restarts it after a pause whenever it ends, until ctx ends. Then

@@ -18,6 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // Supervisor is the parent of a node's MPS control daemons. Only one runs on a node at a time.
@@ -145,7 +146,7 @@ func (s *Supervisor) restore() error {
 func (s *Supervisor) startRunner(spec mps.Daemon, wasReady bool) *runner {
 	ctx, end := context.WithCancelCause(s.ctx)
 	r := &runner{
-		spec: spec, end: end, finished: make(chan struct{}), retry: make(chan struct{}, 1), waits: normalWaits,
+		spec: spec, end: end, finished: make(chan struct{}), retry: wake.New(), waits: normalWaits,
 		now: progress{
 			Status:   mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
 			wasReady: wasReady, changed: make(chan struct{}),
@@ -190,7 +191,7 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 			return s.verify(ctx, r)
 		case mps.Failed:
 			now.tries++ // Wait for the result of the next start, not of the failed one.
-			r.retryNow()
+			r.retry.Wake()
 		}
 		return s.awaitReady(ctx, r, now.tries)
 	}

@@ -14,28 +14,26 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // gpuReading tracks how far the reading of one GPU has come, so that a problem can name the GPU's
 // PCI address even if a later query hangs.
 type gpuReading struct {
 	address  atomic.Pointer[device.PCIAddress]
-	progress chan struct{}
+	progress wake.Signal
 	onOpen   func()
 }
 
 func newGPUReading(onOpen func()) *gpuReading {
-	return &gpuReading{progress: make(chan struct{}, 1), onOpen: onOpen}
+	return &gpuReading{progress: wake.New(), onOpen: onOpen}
 }
 
 // answered is called after each NVML answer for the GPU. It restarts the time limit for reading
 // this GPU.
 func (r *gpuReading) answered() {
 	r.onOpen()
-	select {
-	case r.progress <- struct{}{}:
-	default:
-	}
+	r.progress.Wake()
 }
 
 func (r *gpuReading) known() device.PCIAddress {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 const (
@@ -47,7 +48,7 @@ type eventLoop struct {
 	onEvent func(device.HealthEvent)
 	wait    time.Duration
 	// A value in retry ends the pause before the next attempt, because the card may have recovered.
-	retry chan struct{}
+	retry wake.Signal
 	// onFailure runs when the event set fails, so that the card is polled at once.
 	onFailure func()
 	// onChange runs when the loop starts or stops receiving events.

@@ -17,6 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // Command is the plugin's internal subcommand that runs [Serve].
@@ -69,7 +70,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 	}
 	w := &watchServer{
 		order: order, lib: library, queue: newEventQueue(), opens: nvmlx.NewPendingOpens(),
-		stateChanged: make(chan struct{}, 1), returned: make(chan device.PCIAddress, 1),
+		stateChanged: wake.New(), returned: make(chan device.PCIAddress, 1),
 		cards: map[device.PCIAddress]*watchedGPU{}, foreign: map[device.PCIAddress]bool{},
 	}
 	sent := make(chan error, 1)
@@ -90,7 +91,7 @@ type watchServer struct {
 	lib   nvml.Interface
 	queue eventQueue
 	// stateChanged gets a value when a card starts or stops delivering events.
-	stateChanged chan struct{}
+	stateChanged wake.Signal
 	cards        map[device.PCIAddress]*watchedGPU
 	// foreign are the cards bound to another kernel driver for which a signal with ReachNotOurs was
 	// already sent.

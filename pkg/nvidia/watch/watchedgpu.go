@@ -9,6 +9,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // watchedGPU is one card in the child process of Run. A hung card blocks only its own goroutines.
@@ -17,8 +18,8 @@ type watchedGPU struct {
 	order    watchOrder
 	began    time.Time // start of the watch of all cards
 	poller   *healthPoller
-	progress chan struct{} // a query was answered
-	pollNow  chan struct{} // poll at once
+	progress wake.Signal // a query was answered
+	pollNow  wake.Signal // poll at once
 	events   *eventLoop
 	report   func(device.Condition)
 	returned chan<- device.PCIAddress
@@ -39,22 +40,21 @@ type watchedGPU struct {
 
 func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 	c := &watchedGPU{
-		order: w.order, began: w.began, progress: make(chan struct{}, 1), pollNow: make(chan struct{}, 1),
+		order: w.order, began: w.began, progress: wake.New(), pollNow: wake.New(),
 		returned: w.returned, opens: w.opens, onOpen: w.opens.Add(),
 	}
 	serverCtx := ctx // ctx ends earlier if the card is stopped
 	ctx, c.cancel = context.WithCancel(ctx)
-	notify := func() { signalTo(w.stateChanged) }
-	c.poller = newHealthPoller(w.order.Paths, w.lib, func() { signalTo(c.progress) }, a)
+	c.poller = newHealthPoller(w.order.Paths, w.lib, c.progress.Wake, a)
 	c.events = &eventLoop{
-		poller: newHealthPoller(w.order.Paths, w.lib, func() {}, a), wait: eventWait, retry: make(chan struct{}, 1),
+		poller: newHealthPoller(w.order.Paths, w.lib, func() {}, a), wait: eventWait, retry: wake.New(),
 		trouble: "not yet registered",
 		onEvent: func(e device.HealthEvent) {
 			w.queue.add(ctx, device.Signal{Event: &e})
-			signalTo(c.pollNow) // the condition shows the event's effect
+			c.pollNow.Wake() // the condition shows the event's effect
 		},
-		onFailure: func() { signalTo(c.pollNow) },
-		onChange:  notify,
+		onFailure: c.pollNow.Wake,
+		onChange:  w.stateChanged.Wake,
 	}
 	c.report = func(condition device.Condition) {
 		c.reporting.Lock()
@@ -66,13 +66,6 @@ func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 	w.cards[a] = c
 	go c.run(ctx)
 	go c.events.run(ctx)
-}
-
-func signalTo(c chan<- struct{}) {
-	select {
-	case c <- struct{}{}:
-	default:
-	}
 }
 
 // stop ends all reports about the card. A query that hangs goes on hanging.
@@ -174,7 +167,7 @@ func (c *watchedGPU) recordCondition(condition device.Condition) {
 	c.last = condition.Reach
 	c.mu.Unlock()
 	if recovered {
-		signalTo(c.events.retry)
+		c.events.retry.Wake()
 	}
 	c.report(condition)
 }

@@ -24,6 +24,8 @@ import (
 
 	"github.com/gofrs/flock"
 	"k8s.io/klog/v2"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 const (
@@ -50,7 +52,7 @@ type Lock struct {
 	standbyUntil time.Time
 	// newerLeads is true from a hand-over to a newer instance until this instance leads again.
 	newerLeads atomic.Bool
-	leadsAgain chan struct{}
+	leadsAgain wake.Signal
 }
 
 // New returns the Lock of the plugin instance that began at the given time. The lock file is in
@@ -60,7 +62,7 @@ func New(dir string, started time.Time) *Lock {
 		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
 		requestPath: filepath.Join(dir, "publisher.request"),
 		started:     started,
-		leadsAgain:  make(chan struct{}, 1),
+		leadsAgain:  wake.New(),
 	}
 }
 
@@ -113,10 +115,7 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	l.leading, l.resign = context.WithCancelCause(ctx)
 	go l.watchRequests(l.leading, l.resign)
 	if l.newerLeads.Swap(false) {
-		select {
-		case l.leadsAgain <- struct{}{}:
-		default: // the reader has not yet read the last one
-		}
+		l.leadsAgain.Wake()
 	}
 	return l.leading, nil
 }
