@@ -51,8 +51,8 @@ func (p Policy) String() string {
 // CreatesInstances reports whether the plugin creates partitions for claims.
 func (p Policy) CreatesInstances() bool { return p.Mode == PolicyDynamic || p.Mode == PolicyAdopt }
 
-// OffersUnlisted reports whether virtual machines can get a GPU that NVML does not list: an admin has
-// bound it to VFIO, or no kernel driver has it on a node without NVIDIA's driver.
+// OffersUnlisted reports whether virtual machines can get a GPU that NVML does not list: an admin
+// has bound it to VFIO, or no kernel driver has it on a node without NVIDIA's driver.
 func (p Policy) OffersUnlisted(g GPU, driverMissing bool) bool {
 	return p.Passthrough && g.Passthrough != nil && (g.Passthrough.BoundByAdmin || driverMissing && !g.Passthrough.HasDriver)
 }

@@ -76,7 +76,8 @@ const (
 	failureRetry = 5 * time.Second
 	problemRetry = 30 * time.Second
 	// rescanMIG is how often to scan while a GPU is in MIG mode: no file shows that a MIG instance was
-	// replaced by another one with the same ID. For a changed MIG mode the health loop requests a scan.
+	// replaced by another one with the same ID. For a changed MIG mode the health loop requests a
+	// scan.
 	rescanMIG = time.Minute
 	// uncertainGrace is how long the snapshot keeps the last known state of a GPU whose MIG instances
 	// cannot be read.

@@ -24,8 +24,8 @@ type Node struct {
 	Passthrough []device.GPU `json:"passthrough,omitempty"`
 }
 
-// WithUnlisted returns the node with GPUs that NVML does not list but that virtual machines can get.
-// Nothing else then says why they are not offered.
+// WithUnlisted returns the node with GPUs that NVML does not list but that virtual machines can
+// get. Nothing else then says why they are not offered.
 func (n Node) WithUnlisted(gpus []device.GPU) Node {
 	added := func(a device.PCIAddress) bool {
 		return slices.ContainsFunc(gpus, func(g device.GPU) bool { return g.PCIAddress == a })

@@ -50,7 +50,8 @@ func (p *Publisher) adoptSlices(ctx context.Context) ([]resourceslice.Slice, err
 	return completePool(stored), nil
 }
 
-// completePool returns the stored slices, sorted by index, or none if they are not one complete pool.
+// completePool returns the stored slices, sorted by index, or none if they are not one complete
+// pool.
 func completePool(stored []resourceapi.ResourceSlice) []resourceslice.Slice {
 	// The name of each slice starts with its index in the pool.
 	slices.SortFunc(stored, func(a, b resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })

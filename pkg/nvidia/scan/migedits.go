@@ -12,10 +12,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
 
-// CapabilityEdits returns the edits that a MIG device needs in addition to [nvidia.Node.Common]: the
-// GPU's device node and the capability device nodes of the GPU instance and the compute instance.
-// parent has the GPU's [nvidia.GPU.Edits]. Its graphics device nodes are dropped, because they give
-// access to the whole GPU, except for a +gfx profile, which cannot do graphics without them.
+// CapabilityEdits returns the edits that a MIG device needs in addition to [nvidia.Node.Common]:
+// the GPU's device node and the capability device nodes of the GPU instance and the compute
+// instance. parent has the GPU's [nvidia.GPU.Edits]. Its graphics device nodes are dropped, because
+// they give access to the whole GPU, except for a +gfx profile, which cannot do graphics without
+// them.
 func CapabilityEdits(
 	p nvidia.Paths, parent specs.ContainerEdits, instance device.Instance, compute device.ComputeInstance,
 ) specs.ContainerEdits {

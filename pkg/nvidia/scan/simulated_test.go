@@ -274,7 +274,8 @@ func TestOnlyWholeGPUsAndGraphicsPartitionsGetDRMNodes(t *testing.T) {
 					continue
 				}
 				found++
-				if nodes, links := graphicsOf(CapabilityEdits(s.Paths(), node.GPUs[0].Edits, in, c)); !slices.Equal(nodes, want) || len(links) != len(want) {
+				nodes, links := graphicsOf(CapabilityEdits(s.Paths(), node.GPUs[0].Edits, in, c))
+				if !slices.Equal(nodes, want) || len(links) != len(want) {
 					t.Errorf("partition %s has %v and %v, want %v", name, nodes, links, want)
 				}
 			}

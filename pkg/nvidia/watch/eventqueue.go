@@ -44,12 +44,13 @@ func (q eventQueue) send(ctx context.Context, out io.Writer) error {
 	encoder := json.NewEncoder(out)
 	for {
 		var batch []device.Signal
+		ended := false
 		select {
 		case s := <-q:
 			batch = append(batch, s)
 		case <-ctx.Done():
+			ended = true
 		}
-		ended := ctx.Err() != nil
 		for range len(q) {
 			batch = append(batch, <-q)
 		}

@@ -106,8 +106,8 @@ func (p *healthPoller) open() (nvml.Device, error) {
 	return handle, nil
 }
 
-// query runs call. The parameter what names it in errors. answered is false for an unsupported call,
-// which is no error.
+// query runs call. The parameter what names it in errors. answered is false for an unsupported
+// call, which is no error.
 func (p *healthPoller) query(what string, call func() nvml.Return) (answered bool, err error) {
 	ret := call()
 	p.progress()
