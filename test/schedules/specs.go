@@ -88,9 +88,7 @@ func (s realSpecs) described(uid types.UID) map[string]string {
 		if err != nil {
 			return map[string]string{}
 		}
-		for _, r := range m.Requests {
-			requests = append(requests, metadata.Request{Name: r.Name, Devices: r.Devices})
-		}
+		requests = append(requests, m.Requests...)
 	}
 	return uuidsIn(requests)
 }
