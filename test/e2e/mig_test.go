@@ -371,11 +371,8 @@ func (w *world) testStatic(t *testing.T) {
 		t.Errorf("after the claim the admin's layout is\n%s", now)
 	}
 	// When the admin removes the MIG instances, the plugin must offer the empty GPU whole and in every
-	// partition again. The removal may fail for a second while the plugin reads the instances.
-	eventually(t, 10*time.Second, "the admin removes the instances", func() (bool, string) {
-		out := w.smi(t, h100, "mig", "-i", "7", "-dci") + w.smi(t, h100, "mig", "-i", "7", "-dgi")
-		return strings.Contains(w.smi(t, h100, "mig", "-i", "7", "-lgi"), "No GPU instances"), out
-	})
+	// partition again.
+	w.removeInstances(t, "7")
 	took = eventually(t, followedWithin, "the empty GPU is offered whole and in every partition", func() (bool, string) {
 		got := offered()
 		return len(got) == 26, fmt.Sprint(got)
@@ -393,6 +390,16 @@ func (w *world) cutInHalves(t *testing.T, index string) {
 	eventually(t, time.Minute, "the admin makes two instances", func() (bool, string) {
 		out := w.smi(t, h100, "mig", "-i", index, "-cgi", "9,9", "-C")
 		return strings.Count(w.smi(t, h100, "mig", "-i", index, "-lci"), "3g.40gb") == 2, out
+	})
+}
+
+// removeInstances removes all instances of a GPU, as its admin does. The removal may fail for a
+// second while the plugin reads the instances.
+func (w *world) removeInstances(t *testing.T, index string) {
+	t.Helper()
+	eventually(t, 10*time.Second, "the admin removes the instances", func() (bool, string) {
+		out := w.smi(t, h100, "mig", "-i", index, "-dci") + w.smi(t, h100, "mig", "-i", index, "-dgi")
+		return strings.Contains(w.smi(t, h100, "mig", "-i", index, "-lgi"), "No GPU instances"), out
 	})
 }
 

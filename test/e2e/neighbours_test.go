@@ -128,8 +128,7 @@ func (w *world) testOperatorClaims(t *testing.T) {
 		t.Errorf("the exporter sees %v, want the 7 GPUs that are whole", seen)
 	}
 	w.endPods(t, u.namespace)
-	w.smi(t, h100, "mig", "-i", index, "-dci")
-	w.smi(t, h100, "mig", "-i", index, "-dgi")
+	w.removeInstances(t, index)
 	w.smi(t, h100, "-i", index, "-mig", "0")
 	w.offersShapes(t, h100, 8, 0)
 }

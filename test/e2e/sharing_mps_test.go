@@ -167,8 +167,7 @@ config: [{requests: [one], opaque: {driver: gpu.nvidia.com, parameters: %s}}]`, 
 	for _, address := range []string{whole1, whole3, whole4, timeSliced} {
 		w.unset(t, address, "Default")
 	}
-	w.smi(t, h100, "mig", "-i", index, "-dci")
-	w.smi(t, h100, "mig", "-i", index, "-dgi")
+	w.removeInstances(t, index)
 	w.offers(t, h100, 8)
 }
 
