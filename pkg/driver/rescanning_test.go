@@ -63,7 +63,7 @@ func TestReleasedGPUIsInTheInventoryWhenTheReleaseReturns(t *testing.T) {
 			if err := b.Bind(ctx, device.Card{}, vfio.Found{}); err != nil {
 				t.Fatal(err)
 			}
-			<-time.After(1500 * time.Millisecond) // a scan that began while the GPU was away is under way
+			<-time.After(1500 * time.Millisecond) // a scan runs that began before the release
 			if err := b.Release(ctx, device.Card{}, vfio.Found{}); err != nil || len(inv.Snapshot().Node.GPUs) != 2 {
 				t.Errorf("%d GPUs, %v", len(inv.Snapshot().Node.GPUs), err)
 			}

@@ -696,7 +696,7 @@ func TestUnloadedModule(t *testing.T) {
 		if err := m.state.SetVFIO(false); err != nil {
 			t.Fatal(err)
 		}
-		m.eventually("the unloaded driver lets go of its functions", func() bool { return m.driver(gpu0) == "" })
+		m.eventually("the unloaded driver has no function", func() bool { return m.driver(gpu0) == "" })
 		m.reads("vfio-pci\n", "bus/pci/devices", gpu0, "driver_override")
 		m.fails(syscall.ENOENT, gpu0, "bus/pci/drivers/vfio-pci/bind")
 		if _, err := os.Stat(m.path("module/vfio_pci")); !errors.Is(err, fs.ErrNotExist) {

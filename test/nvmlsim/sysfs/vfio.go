@@ -43,8 +43,8 @@ type vfioDevice struct {
 const lookAgain = 200 * time.Millisecond
 
 // follow waits until the module of VFIO is loaded or unloaded. A new driver takes the functions
-// that have no driver and whose override names it. A driver that goes lets go of its functions,
-// whose overrides stay.
+// that have no driver and whose override names it. Unloading the module unbinds its functions and
+// keeps their overrides.
 func (b *bus) follow(booted bool) {
 	for loaded := booted; ; {
 		select {

@@ -95,7 +95,7 @@ func newVFIO(n *node) *cobra.Command {
 			return n.with(func(f *state.File) error { return f.SetVFIO(true) })
 		},
 	}, &cobra.Command{
-		Use: "unload", Short: "Unload the module vfio_pci, as rmmod does; its driver lets go of its functions", Args: cobra.NoArgs,
+		Use: "unload", Short: "Unload the module vfio_pci, as rmmod does, and unbind its PCI functions", Args: cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
 			return n.with(func(f *state.File) error { return f.SetVFIO(false) })
 		},
