@@ -238,6 +238,29 @@ func TestGPUWithoutNVIDIADriverIsForVirtualMachinesOnly(t *testing.T) {
 	}
 }
 
+// An admin's claim takes nothing, so a virtual machine may get its GPU. The node view lists that
+// GPU without device nodes then.
+func TestAdminAccessKeepsItsSpecWhileAVirtualMachineHasTheGPU(t *testing.T) {
+	w := newWorld(t)
+	withBus(w)
+	p := w.plugin(t)
+	c := newClaim("c", admin("r", gpu0))
+	mustPrepare(t, p, c)
+	spec := w.specs.of("uid-c")
+	mustPrepare(t, p, newClaim("d", allocated("r", vfio0)))
+	w.snapshot.Node.GPUs[0].Edits.DeviceNodes = nil
+	w.specs.clear()
+	if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") != spec {
+		t.Errorf("repaired spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	}
+	if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") != spec {
+		t.Errorf("spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	}
+	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Device || w.specs.of("uid-c") != spec {
+		t.Errorf("spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	}
+}
+
 func TestPassthroughAndOtherShapesExcludeEachOther(t *testing.T) {
 	w := newWorld(t)
 	withBus(w)

@@ -83,7 +83,7 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 	pl.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
 		req, ok := findDevice(snapshot, d.Device)
-		if !ok {
+		if !ok || req.isAway() {
 			return nil, false, nil
 		}
 		if wasReplaced(d, req) {

@@ -384,11 +384,18 @@ func (s *policyRun) onTenant(do func(*tenant)) {
 }
 
 // prepareTenant makes the plugin prepare claim t. It adds a violation if that fails, because the
-// run injects no faults.
+// run injects no faults, and if a claim with admin access gets a GPU that a virtual machine has.
 func (s *policyRun) prepareTenant(t *tenant) {
 	s.scan()
 	s.note("claim %s is prepared", t.Name)
-	if _, err := s.plugin.Prepare(s.plugin.ctx, t.ResourceClaim); err != nil {
+	_, err := s.plugin.Prepare(s.plugin.ctx, t.ResourceClaim)
+	if s.adminWaits(t) {
+		if err == nil {
+			s.violates("Prepare of claim %s succeeded, but a virtual machine has its GPU", t.Name)
+		}
+		return
+	}
+	if err != nil {
 		s.violates("claim %s is allocated but cannot be prepared: %v", t.Name, err)
 		return
 	}
@@ -396,6 +403,14 @@ func (s *policyRun) prepareTenant(t *tenant) {
 	if err := s.usable(t.ResourceClaim); err != nil {
 		s.violates("Prepare of claim %s succeeded, but its containers lack something: %v", t.Name, err)
 	}
+}
+
+// adminWaits reports whether a virtual machine has a GPU that the claim uses with admin access.
+func (s *policyRun) adminWaits(t *tenant) bool {
+	return slices.ContainsFunc(t.results, func(r result) bool {
+		name, _ := device.ParseName(r.Device)
+		return ptr.Deref(r.AdminAccess, false) && s.gpu(name.GPU).isAway()
+	})
 }
 
 // unprepareTenant makes the plugin unprepare claim t, and frees the claim's devices.
