@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
+	serializerjson "k8s.io/apimachinery/pkg/runtime/serializer/json"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/dynamic-resource-allocation/api/metadata"
@@ -34,8 +35,17 @@ import (
 // Versions are the API versions in each file, the newest first. KubeVirt 1.8 reads only v1alpha1.
 var Versions = []schema.GroupVersion{v1beta1.SchemeGroupVersion, v1alpha1.SchemeGroupVersion}
 
-// codecs converts to the API versions.
-var codecs = serializer.NewCodecFactory(install.NewScheme())
+// encoders write one API version each, in the order of Versions.
+var encoders = newEncoders()
+
+func newEncoders() (all []runtime.Encoder) {
+	scheme := install.NewScheme()
+	text := serializerjson.NewSerializerWithOptions(serializerjson.DefaultMetaFactory, scheme, scheme, serializerjson.SerializerOptions{})
+	for _, v := range Versions {
+		all = append(all, serializer.NewCodecFactory(scheme).EncoderForVersion(text, v))
+	}
+	return all
+}
 
 // Claim identifies the claim that a file describes.
 type Claim struct {
@@ -145,14 +155,10 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 	if c.PodClaimName != "" {
 		data.PodClaimName = &c.PodClaimName
 	}
-	info, ok := runtime.SerializerInfoForMediaType(codecs.SupportedMediaTypes(), runtime.ContentTypeJSON)
-	if !ok {
-		return nil, fmt.Errorf("describe claim %s/%s: the scheme has no JSON", c.Namespace, c.Name)
-	}
 	var stream bytes.Buffer
-	for _, v := range Versions {
-		if err := codecs.EncoderForVersion(info.PrettySerializer, v).Encode(data, &stream); err != nil {
-			return nil, fmt.Errorf("describe claim %s/%s in version %s: %w", c.Namespace, c.Name, v, err)
+	for i, encoder := range encoders {
+		if err := encoder.Encode(data, &stream); err != nil {
+			return nil, fmt.Errorf("describe claim %s/%s in version %s: %w", c.Namespace, c.Name, Versions[i], err)
 		}
 	}
 	return stream.Bytes(), nil
