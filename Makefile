@@ -281,10 +281,11 @@ SUITES ?= 3
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
 	go test -count=1 -timeout 20m -tags cluster ./test/cluster
 	$(MAKE) --no-print-directory bench-quick
-	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 60m ./test/e2e/...
+	$(GOTEST) -v -count=1 -short -parallel $(SUITES) -timeout 60m ./test/e2e/...
 
 .PHONY: test-long
-test-long: toolchain ## The suites of MIG, sharing and health on an awkward node, and explain against the running scheduler (root)
+test-long: toolchain ## All suites with their long parts, three on an awkward node, and explain against the running scheduler (root)
+	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/...
 	go test -tags cluster -count=1 -v -timeout 30m -run '^TestVerdictIsThatOfTheScheduler$$' ./cmd/kubectl-gpu/internal/explain -args -clusters=200
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward
 

@@ -53,10 +53,9 @@ func TestClaims(t *testing.T) {
 	w.offers(t, a100, 8)
 	w.offers(t, mixed, 4)
 
-	// These subtests mostly wait for containers and there are enough GPUs for all, so they run in
-	// parallel.
+	// There are enough GPUs for all of these.
 	t.Run("side by side", func(t *testing.T) {
-		for name, test := range map[string]func(*testing.T){
+		sideBySide(t, map[string]func(*testing.T){
 			"a Pod sees the one GPU that its claim was allocated":     w.testOneGPU,
 			"a Pod without a claim sees no GPU":                       w.testNoClaim,
 			"a container opens the devices of its claim and no other": w.testIsolation,
@@ -68,12 +67,7 @@ func TestClaims(t *testing.T) {
 			"only root can change sockets, records and specs":         w.testSocketsAndStateAreRoots,
 			"a claim has devices of another driver too":               w.testOtherDriver,
 			"a container reads what devices it has":                   w.testMetadata,
-		} {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				test(t)
-			})
-		}
+		})
 	})
 	t.Run("eight Pods take eight GPUs, and others wait", w.testNinePods)
 	t.Run("a Deployment takes two GPUs a Pod", w.testDeployment)

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -480,6 +481,30 @@ var partitionSuites = []string{
 	"TestAwkwardNode", "TestBadInput", "TestClaims", "TestHealth", "TestHealthClaims", "TestHealthCost", "TestMatrix", "TestMIG",
 	"TestMIGNodes", "TestMigration", "TestNeighbours", "TestPassthrough", "TestPassthroughFaults", "TestSharing", "TestSoak",
 	"TestSurvival", "TestTrust",
+}
+
+// long ends a part of a suite that `make test` leaves to `make test-long`.
+func long(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("make test-long runs this part")
+	}
+}
+
+// sideBySide runs parts of a suite two at a time, because they mostly wait. It does not use
+// t.Parallel: the parts would wait for a place until all other suites have begun, and the cluster
+// would use memory and processors meanwhile.
+func sideBySide(t *testing.T, parts map[string]func(*testing.T)) {
+	t.Helper()
+	var all errgroup.Group
+	all.SetLimit(2)
+	for name, part := range parts {
+		all.Go(func() error {
+			t.Run(name, part)
+			return nil
+		})
+	}
+	_ = all.Wait()
 }
 
 // needsRelease skips a suite that makes no sense on this version of Kubernetes.

@@ -216,6 +216,7 @@ func (w *world) testDriverAfterPods(t *testing.T) {
 // TestHealthWithoutTaints uses a cluster that drops taints. The driver must withdraw a failed
 // device instead, unless a claim holds it.
 func TestHealthWithoutTaints(t *testing.T) {
+	long(t)
 	t.Parallel()
 	w := bringUpWith(t, cluster.Options{
 		Name: "e2e-notaints", Nodes: []cluster.NodeOptions{simulator(t).Node(h100, "dgx-h100")},

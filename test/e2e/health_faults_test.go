@@ -111,6 +111,7 @@ func (w *world) testPulled(t *testing.T, device string) {
 }
 
 func (w *world) testAway(t *testing.T, ill, healed string) {
+	long(t) // it mostly waits for the end of the outage
 	w.nvmlsim(t, h100, "xid", busOf(healed), "95")
 	w.becomes(t, healed, "gpu.nvidia.com/xid=95:NoSchedule")
 	apiserver := w.node(t, "control-plane")

@@ -49,7 +49,7 @@ func TestMIGNodes(t *testing.T) {
 	w.install(t)
 
 	t.Run("nodes", func(t *testing.T) {
-		for name, test := range map[string]func(*testing.T){
+		sideBySide(t, map[string]func(*testing.T){
 			"cards of every kind": func(t *testing.T) {
 				w.testCards(t)
 				t.Run("a reboot and a driver reload under held partitions", w.testForgetfulHardware)
@@ -60,12 +60,7 @@ func TestMIGNodes(t *testing.T) {
 				w.testAnnotation(t)
 			},
 			"a cluster without counters": testNoCounters,
-		} {
-			t.Run(name, func(t *testing.T) {
-				t.Parallel()
-				test(t)
-			})
-		}
+		})
 	})
 	t.Run("an admin's partitions outlive an upgrade and the driver", func(t *testing.T) { w.testLayoutOutlives(t, before) })
 	t.Run("an admin's partitions are handed over", w.testHandOver)

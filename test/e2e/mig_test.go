@@ -133,6 +133,7 @@ func (w *world) smi(t *testing.T, node string, args ...string) string {
 }
 
 func (w *world) testEveryPartition(t *testing.T) {
+	long(t) // TestAwkwardNode does the same while XIDs come
 	u := w.tenant(t)
 	u.template("smallest", partitions(1, "1g.10gb"))
 	var pods []string
@@ -234,6 +235,7 @@ func (u tenant) runningWithin(within time.Duration, pods ...string) {
 // testMix uses all of eight GPUs at once: two as whole GPUs, and six in different mixes of
 // partitions.
 func (w *world) testMix(t *testing.T) {
+	long(t) // TestPassthrough has another mix
 	u := w.tenant(t)
 	// The partitions of the six GPUs: 7g | 4g+3g | 3g+3g | 2g+2g+2g+1g | 2g+1g.20gb+1g.20gb+1g.20gb |
 	// 1g.20gb+5×1g

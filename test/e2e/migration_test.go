@@ -349,6 +349,7 @@ func (w *world) leave(t *testing.T) {
 }
 
 func (w *world) testOperatorWithDRA(t *testing.T) {
+	long(t)
 	g := w.guide(t, "With a GPUCluster")
 	w.kubectl(
 		t,
@@ -395,6 +396,7 @@ helm install gpu-operator nvidia/gpu-operator --namespace gpu-operator --create-
 }
 
 func (w *world) testOperatorWithDevicePlugin(t *testing.T) {
+	long(t)
 	g := w.guide(t, "With a ClusterPolicy")
 	w.kubectl(
 		t,

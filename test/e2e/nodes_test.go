@@ -36,8 +36,8 @@ const (
 func TestNodes(t *testing.T) {
 	t.Parallel()
 	w := bringUpNodes(t)
-	// These tests use different nodes and mostly wait, so they run in parallel.
-	for name, test := range map[string]func(*testing.T){
+	// Each uses a node of its own.
+	sideBySide(t, map[string]func(*testing.T){
 		"CDISwitchedOff":  w.testCDISwitchedOff,
 		"DriverContainer": w.testDriverContainer,
 		"PlainHost":       w.testPlainHost,
@@ -46,12 +46,7 @@ func TestNodes(t *testing.T) {
 			t.Run("LibrariesOffTheLinkersPath", w.testLibrariesOffTheLinkersPath)
 			t.Run("BareDriverRoot", w.testBareDriverRoot)
 		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			test(t)
-		})
-	}
+	})
 }
 
 func bringUpNodes(t *testing.T) *world {

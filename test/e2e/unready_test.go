@@ -40,14 +40,15 @@ func TestUnreadyNode(t *testing.T) {
 	t.Run("other causes", func(t *testing.T) {
 		// The plugin takes a minute to notice a missing CDI hook. So one node has only that cause, and
 		// the other node all other causes meanwhile.
+		parts := map[string]func(*testing.T){}
 		for node, causes := range map[string][]cause{sound: {hookGone(w)}, broken: otherCauses(w)} {
-			t.Run(node, func(t *testing.T) {
-				t.Parallel()
+			parts[node] = func(t *testing.T) {
 				for _, c := range causes {
 					t.Run(c.name, func(t *testing.T) { w.testCause(t, node, c) })
 				}
-			})
+			}
 		}
+		sideBySide(t, parts)
 	})
 	t.Run("both nodes serve again and nothing is left", func(t *testing.T) {
 		u := w.tenant(t)
