@@ -29,7 +29,9 @@ COVERAGE := 80
 PURE := ./api/... ./pkg/claim/... ./pkg/device/... ./pkg/health/...
 # Packages whose tests inject every fault into every call and write. They run completely without the
 # race detector, and as a sample (-short) with it.
-LONG := ./pkg/nvidia/... ./pkg/prepare
+LONG := ./pkg/nvidia/bind ./pkg/nvidia/cut ./pkg/prepare
+# More packages and tests at once than cores, because many wait for processes to end.
+AT_ONCE := -p 4 -parallel 4
 # By default a process with the race detector waits a second before it ends.
 export GORACE ?= atexit_sleep_ms=0
 PACKAGES := $(filter-out $(PURE),$(addsuffix /...,$(wildcard ./pkg/*)))
@@ -154,13 +156,12 @@ text: toolchain $(VALE) ## Check the words and width of all texts, and the sente
 .PHONY: test
 test: test-unit test-faults test-sim test-e2e ## Run every test: unit, random faults, simulated GPU, real cluster
 
-# More packages than cores at once (-p), because many tests wait for processes to end.
 .PHONY: test-unit
 test-unit: toolchain ## Unit, chart and release tools' tests, with the race detector and the coverage of pkg/
 	@mkdir -p $(BUILD)
-	$(GOTEST) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE) $(LONG)
+	$(GOTEST) $(AT_ONCE) -covermode=atomic -coverpkg=./pkg/... -coverprofile=$(BUILD)/pure.out $(PURE) $(LONG)
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -p 4 -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT) && \
+	HELM=$$helm $(GOTEST) $(AT_ONCE) -race -short -coverpkg=./pkg/... -coverprofile=$(BUILD)/cover.out $(UNIT) && \
 	cd hack/release && go vet ./... && HELM=$$helm go test ./...
 	@tail -n +2 $(BUILD)/pure.out >>$(BUILD)/cover.out
 	@go tool cover -func=$(BUILD)/cover.out | awk '/^total:/ { print "coverage of pkg/ by unit tests: " $$3; exit $$3+0 < $(COVERAGE) }'
@@ -205,7 +206,7 @@ test-mutants: toolchain ## Fail unless the schedules find each mutant of the cod
 test-sim: toolchain ## The simulated GPU library with all that runs on it, and the golden outputs
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
+	HELM=$$helm $(GOTEST) -p 4 ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
 	cd test/prometheus && go vet ./... && go test ./...
 
 # Tests make a release of their own, so that they do not replace a signed one.

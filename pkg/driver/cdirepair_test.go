@@ -8,6 +8,7 @@ import (
 )
 
 func TestLastingRepairErrorIsNotReturned(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
@@ -26,6 +27,7 @@ func TestLastingRepairErrorIsNotReturned(t *testing.T) {
 }
 
 func TestRestoredSpecIsReportedAsRepair(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)

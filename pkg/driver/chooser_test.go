@@ -54,6 +54,7 @@ func TestWrongLabelAtStartAppliesNothing(t *testing.T) {
 }
 
 func TestConfigurationFollowsLabelsAndFile(t *testing.T) {
+	t.Parallel()
 	file := filepath.Join(t.TempDir(), "settings.yaml")
 	write := func(text string) {
 		t.Helper()

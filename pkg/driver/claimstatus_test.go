@@ -77,6 +77,7 @@ func (n *node) getClaim(t *testing.T, name string) *resourceapi.ResourceClaim {
 }
 
 func TestDisabledStatusIsNotWritten(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.cfg.ClaimStatus = false
 	n.start(t)

@@ -233,6 +233,7 @@ func (n *node) cdiFiles(t *testing.T) []string {
 }
 
 func TestClaimLifecycleOnANode(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.start(t)
 	if err := n.probe.isReady(t.Context()); err == nil || !strings.Contains(err.Error(), "kubelet") {
@@ -288,6 +289,7 @@ func TestClaimLifecycleOnANode(t *testing.T) {
 }
 
 func TestRecreatedDeviceNodesReplaceBaseSpec(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.start(t)
 	n.register(t)
@@ -305,6 +307,7 @@ func TestRecreatedDeviceNodesReplaceBaseSpec(t *testing.T) {
 }
 
 func TestPrepareWithoutDriverNamesTheReason(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.setHardware("nothing", func() (nvidia.Node, error) {
 		return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no library", Remedy: "install the driver"}
@@ -328,6 +331,7 @@ func TestPrepareWithoutDriverNamesTheReason(t *testing.T) {
 }
 
 func TestUninstallCleansUpNode(t *testing.T) {
+	t.Parallel()
 	for name, held := range map[string]bool{"nothing is held": false, "a claim is held": true} {
 		t.Run(name, func(t *testing.T) {
 			n := newNode(t)
@@ -357,6 +361,7 @@ func TestUninstallCleansUpNode(t *testing.T) {
 }
 
 func TestCleanupWaitsForOtherInstances(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	other, err := uninstall.AcquireInstanceLock(t.Context(), n.cfg.PluginDir)
 	if err != nil {

@@ -38,6 +38,7 @@ func (n *node) expectEvent(t *testing.T, kind, name, reason, part string) {
 }
 
 func TestEachUnavailableReasonIsAnEvent(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	lacks := func(what string) func() (nvidia.Node, error) {
 		return func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: what} }
@@ -52,6 +53,7 @@ func TestEachUnavailableReasonIsAnEvent(t *testing.T) {
 }
 
 func TestFailedUnprepareIsAnEvent(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.start(t)
 	n.register(t)

@@ -46,6 +46,7 @@ func oneMIGCapableGPU() (nvidia.Node, error) {
 }
 
 func TestKubernetes134GetsWholeGPUs(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
@@ -56,6 +57,7 @@ func TestKubernetes134GetsWholeGPUs(t *testing.T) {
 }
 
 func TestKubernetes135GetsAllShapes(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
@@ -65,6 +67,7 @@ func TestKubernetes135GetsAllShapes(t *testing.T) {
 }
 
 func TestRejectedSlicesAreAnEvent(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.Settings.MIG.Policy = device.PolicyDynamic
@@ -82,6 +85,7 @@ func TestRejectedSlicesAreAnEvent(t *testing.T) {
 }
 
 func TestRejectedSlicesTriggerProbe(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.Settings.MIG.Policy = device.PolicyDynamic

@@ -81,6 +81,7 @@ func (r *handover) blockHook(t *testing.T) (unblock func()) {
 }
 
 func TestFormerLeaderSeesRepairedHook(t *testing.T) {
+	t.Parallel()
 	r := newHandover(t)
 	unblock := r.blockHook(t)
 	unblock()
@@ -90,6 +91,7 @@ func TestFormerLeaderSeesRepairedHook(t *testing.T) {
 }
 
 func TestFormerLeaderSeesBrokenHook(t *testing.T) {
+	t.Parallel()
 	r := newHandover(t)
 	r.startNewer(t)
 	eventually(t, "the newer instance installs its hook", func() bool { return sameFiles(t, r.newer.cfg.HookSource, r.older.cfg.HookPath) })
@@ -108,6 +110,7 @@ func TestFormerLeaderSeesBrokenHook(t *testing.T) {
 }
 
 func TestFormerLeaderLeadsAgain(t *testing.T) {
+	t.Parallel()
 	r := newHandover(t)
 	r.newer.cfg.HookPath = filepath.Join(r.newer.cfg.PluginDir, "bin-newer", "nvidia-cdi-hook")
 	unblock := r.blockHook(t)

@@ -9,6 +9,7 @@ import (
 )
 
 func TestAdminClearsGPU(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.xid("0000:1b:00.0", 79)

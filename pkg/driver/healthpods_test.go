@@ -26,6 +26,7 @@ func (n *node) setConsumers(t *testing.T, name string, consumers ...resourceapi.
 }
 
 func TestPodGroupGetsHealthEvents(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)

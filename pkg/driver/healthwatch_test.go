@@ -194,6 +194,7 @@ func newHealthNode(t *testing.T) *healthNode {
 }
 
 func TestBrokenGPUIsTaintedReportedAndRecovers(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
@@ -270,6 +271,7 @@ func TestBrokenGPUIsTaintedReportedAndRecovers(t *testing.T) {
 }
 
 func TestRecoveredEventNeedsAHealthyGPU(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.recovery("0000:1b:00.0", device.RecoveryReset)
@@ -299,6 +301,7 @@ func (n *healthNode) reserve(t *testing.T, name, pod string) {
 }
 
 func TestApplicationErrorsAreReportedToPods(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
@@ -327,6 +330,7 @@ func TestApplicationErrorsAreReportedToPods(t *testing.T) {
 }
 
 func TestLostGPUStaysPublished(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	eventually(t, "both GPUs are published", func() bool { return len(published(t, n.client)) == 2 })
@@ -361,6 +365,7 @@ func TestLostGPUStaysPublished(t *testing.T) {
 // When taints come and go in several slices of a pool, the pool must keep its generation. With a
 // new generation the scheduler sees no device of the node until all slices are written.
 func TestTaintsKeepPoolGeneration(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.setHardware("many", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
@@ -401,6 +406,7 @@ func TestTaintsKeepPoolGeneration(t *testing.T) {
 }
 
 func TestTaintsCatchUpAfterAPIServerOutage(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	var away atomic.Bool
 	prependReactor(n.client, "update", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
@@ -424,6 +430,7 @@ func TestTaintsCatchUpAfterAPIServerOutage(t *testing.T) {
 }
 
 func TestAdminSetsEffectsAndRules(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.cfg.Settings.Health.Effects = map[string]health.Effect{"unhealthy": health.NoExecute}
 	n.cfg.Settings.XIDRules = map[string]health.Weight{"31": health.Breaking, "79": health.Reported}

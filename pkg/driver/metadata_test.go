@@ -13,6 +13,7 @@ import (
 )
 
 func TestMetadataFilesLiveAsLongAsTheirClaims(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	file := func(uid string) string { return filepath.Join(n.cfg.PluginDir, "metadata", uid+"_gpu.json") }
 	describes := func(uid, uuid string) {

@@ -98,6 +98,7 @@ func (n *healthNode) allNotReady(t *testing.T, value string) bool {
 }
 
 func TestPersistentConditionsTaintAtOnce(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		value string
 		shut  func(t *testing.T, n *healthNode, cri *fakeCRI)
@@ -178,6 +179,7 @@ func rename(t *testing.T, from, to string) {
 }
 
 func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.register(t)
@@ -211,6 +213,7 @@ func TestUnwritableBaseSpecMakesNodeUnready(t *testing.T) {
 }
 
 func TestRestartOnUnreadyNodeKeepsTaints(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	cri := n.startCRI(t)
 	n.run(t)
@@ -239,6 +242,7 @@ func TestRestartOnUnreadyNodeKeepsTaints(t *testing.T) {
 }
 
 func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	prependReactor(n.client, "*", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		if written, ok := a.(interface{ GetObject() runtime.Object }); ok {
@@ -269,6 +273,7 @@ func TestUnreadyNodeIsWithdrawnWithoutTaintSupport(t *testing.T) {
 }
 
 func TestRemovedDriverHasItsOwnConditionCode(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.run(t)
 	n.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })

@@ -23,6 +23,7 @@ func (n *node) sortedDevices(t *testing.T) []string {
 }
 
 func TestDefaultInstallReportsNoLimits(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.start(t)
@@ -37,6 +38,7 @@ func TestDefaultInstallReportsNoLimits(t *testing.T) {
 // If the publisher cannot list claims, it does not know which devices are allocated. The published
 // devices must stay, and the publisher must retry.
 func TestUnlistableClaimsKeepPublishedDevices(t *testing.T) {
+	t.Parallel()
 	n := &healthNode{node: newNode(t)}
 	n.setHardware("cuttable", oneMIGCapableGPU)
 	n.cfg.Settings.MIG.Policy = device.PolicyDynamic

@@ -22,6 +22,7 @@ func exactly(name, amount string) resourceapi.DeviceRequest {
 }
 
 func TestOversizedClaimGetsOneEvent(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.start(t)
 	n.register(t)

@@ -27,6 +27,7 @@ configurations:
 // A label moves a node between two pools with other partitions, shares, taint effects and meanings
 // of XIDs. A wrong label changes nothing. The GPU of a prepared claim stays published as it is.
 func TestLabelMovesNodeBetweenPools(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.setHardware("two cuttable GPUs", func() (nvidia.Node, error) {
 		all, err := twoGPUs()

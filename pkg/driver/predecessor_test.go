@@ -36,6 +36,7 @@ func expectOffered(t *testing.T, n *node, want ...string) {
 }
 
 func TestPredecessorClaimsWithholdTheirGPUs(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	const uid = "aaaaaaaa-1111-4222-8333-444444444444"
 	checkpoint := n.writeCheckpoint(t, `{"v2":{"preparedClaims":{"`+uid+`":{"checkpointState":"PrepareCompleted",

@@ -40,6 +40,7 @@ func (n *healthNode) watching() bool {
 }
 
 func TestGPUsAreReleasedOnRequest(t *testing.T) {
+	t.Parallel()
 	for name, ask := range map[string][2]map[string]string{
 		"by annotation": {nil, {"gpu.nvidia.com/release-driver": "true"}},
 		"by label":      {{"nvidia.com/gpu.deploy.dra-driver": "paused-for-driver-upgrade"}, nil},
@@ -94,6 +95,7 @@ func TestGPUsAreReleasedOnRequest(t *testing.T) {
 }
 
 func TestReleasedGPUsAreNotBoundForVirtualMachines(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.setHardware("driver", func() (nvidia.Node, error) {
 		node, err := twoGPUs()

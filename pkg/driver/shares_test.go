@@ -62,6 +62,7 @@ func (n *node) generateSliceNames() {
 }
 
 func TestHeldSharesOutliveTheirRules(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.generateSliceNames()
 	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindShares, Count: 3}}
@@ -117,6 +118,7 @@ func TestTooManySharesAreRefused(t *testing.T) {
 }
 
 func TestUnsupportedFractionsAreAnEvent(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindFractions}}
 	n.setHardware("old", func() (nvidia.Node, error) {
@@ -171,6 +173,7 @@ func TestAbsentSupervisorIsAnEventAfterGrace(t *testing.T) {
 // Share rules name a GPU by its index among the offered GPUs. A lost GPU is still offered, with a
 // taint, so the index of the other GPU must not change.
 func TestShareRuleIndexCountsOfferedGPUs(t *testing.T) {
+	t.Parallel()
 	n := newHealthNode(t)
 	n.cfg.Settings.Shares = []device.ShareRule{{Kind: device.KindShares, Count: 5}, {Index: ptr.To(1), Kind: device.KindShares, Count: 3}}
 	n.run(t)

@@ -29,6 +29,7 @@ func stalledServer(t *testing.T) kubernetes.Interface {
 }
 
 func TestUnprepareIsServedWhileAPIServerStalls(t *testing.T) {
+	t.Parallel()
 	n := newNode(t)
 	n.start(t)
 	n.register(t)

@@ -14,6 +14,7 @@ import (
 )
 
 func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
+	t.Parallel()
 	away := func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} }
 	for name, shut := range map[string]func(n *healthNode){
 		"no hook": func(n *healthNode) {
@@ -68,6 +69,7 @@ func noGPU() (nvidia.Node, error) {
 }
 
 func TestRemovedLastGPUIsWithdrawn(t *testing.T) {
+	t.Parallel()
 	lost := func(n *healthNode) {
 		n.send(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: device.ReachLost, At: time.Now()}})
 	}

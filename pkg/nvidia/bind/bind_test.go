@@ -341,6 +341,9 @@ func TestHungUnbindCostsOneCardAndOneProcess(t *testing.T) {
 // TestEveryWriteWithEveryFault interrupts the bind and the release at each kind of write. After
 // that the same call succeeds, and a release restores the card.
 func TestEveryWriteWithEveryFault(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-unit runs it without the race detector")
+	}
 	s := newSite(t, "vfio-awkward", nil)
 	before, card := s.snapshot(), s.Card(0)
 	found := s.look(card)

@@ -67,9 +67,6 @@ func TestGPUHungFromStartIsReportedWedged(t *testing.T) {
 // The test uses the production time limits, with a simulated node whose GPUs take three seconds
 // each to open.
 func TestScanOffersEightSlowGPUs(t *testing.T) {
-	if testing.Short() {
-		t.Skip("takes half a minute")
-	}
 	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
 	s.Change(func(_ *layout.Config, f *state.File) error { return f.SetAttachCost(3 * time.Second) })
 	w := watchSite(s, nil)
