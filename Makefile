@@ -206,7 +206,7 @@ test-mutants: toolchain ## Fail unless the schedules find each mutant of the cod
 test-sim: toolchain ## The simulated GPU library with all that runs on it, and the golden outputs
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -p 4 ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
+	HELM=$$helm $(GOTEST) -p 4 -short ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
 	cd test/prometheus && go vet ./... && go test ./...
 
 # Tests make a release of their own, so that they do not replace a signed one.
@@ -286,6 +286,8 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 
 .PHONY: test-long
 test-long: toolchain ## All suites with their long parts, three on an awkward node, and explain against the running scheduler (root)
+	$(MAKE) --no-print-directory -C test/nvmlsim
+	$(GOTEST) ./test/allocation
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/...
 	go test -tags cluster -count=1 -v -timeout 30m -run '^TestVerdictIsThatOfTheScheduler$$' ./cmd/kubectl-gpu/internal/explain -args -clusters=200
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward

@@ -28,9 +28,8 @@ const (
 	driverName = "gpu.nvidia.com"
 	library    = "../../build/nvmlsim/libnvidia-ml.so.1"
 
-	// sequences is the number of random sequences for each GPU model. steps is the number of claims
-	// that one sequence allocates or frees.
-	sequences, steps = 400, 8
+	// steps is the number of claims that one sequence allocates or frees.
+	steps = 8
 
 	// role is an environment variable. If it is set, the test binary does not run tests: it is the
 	// child process that scans the GPUs for a test.
@@ -83,6 +82,10 @@ func runSequences(t *testing.T, models map[string]*model.GPU, key string) {
 	seed := fnv.New64a()
 	_, _ = seed.Write([]byte(key))
 	c := &cluster{t: t, hardware: h, random: rand.New(rand.NewPCG(seed.Sum64(), 2))}
+	sequences := 400
+	if testing.Short() {
+		sequences = 100
+	}
 	for _, n := range []int{1, 2} {
 		c.publish(gpus[:n])
 		for range sequences / n {

@@ -19,19 +19,19 @@ import (
 const taintedWithin = time.Second
 
 // TestHealth expects that a failed GPU gets a taint and loses it when the GPU works again, and that
-// metrics, Events and the statuses of Pods report the failure. Subtests that measure times run
-// alone.
+// metrics, Events and the statuses of Pods report the failure. The subtest that measures times
+// runs alone.
 func TestHealth(t *testing.T) {
 	w := start(t, "e2e-health", simulator(t).Node(h100, *nodeFile))
 	w.offersShapes(t, h100, 8, 200)
 
+	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
+
+	t.Parallel() // from here on nothing is measured
 	t.Run("an XID of a held GPU is reported everywhere, and so is its end", w.testIll)
 	t.Run("one lost GPU does not affect the other seven, even over a plugin restart", w.testLost)
 	t.Run("a lost GPU that does not say so is tainted too", w.testLostWithoutSaying)
 	t.Run("an XID of a MIG device affects only that device", w.testIllPartition)
-	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
-
-	t.Parallel() // from here on nothing is measured
 	t.Run("the driver is upgraded while the plugin stays", w.testDriverUpgrade)
 	t.Run("a Pod without toleration is evicted and gets another GPU", w.testEvicted)
 	t.Run("a GPU is tainted until a check passed, and again after its reset", w.testUnvalidated)

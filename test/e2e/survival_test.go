@@ -50,19 +50,17 @@ func TestSurvival(t *testing.T) {
 			})
 		}
 	}
+	run(part{"the kubelet ends", w.testKubeletEnds})
+	t.Parallel() // from here on nothing is measured
 	run([]part{
 		{"the plugin is killed while claims are held", w.testKilledWhileHeld},
 		{"the plugin is killed while a claim waits for its GPU", w.testKilledWhileWaiting},
 		{"the plugin is killed between a claim's spec and its record", w.testKilledBetween},
 		{"the plugin is killed in bursts of Pods", w.testKilledInBursts},
 		{"the plugin is killed while NVML does not answer", w.testKilledWithoutAnswer},
-		{"the kubelet ends", w.testKubeletEnds},
 		{"containerd ends", w.testContainerdEnds},
 		{"the specs are deleted and the container is killed", w.testSpecsDeleted},
 		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
-	}...)
-	t.Parallel() // from here on nothing is measured
-	run([]part{
 		{"what was deleted without power is given back", func(t *testing.T, _ tenant) { w.testGivenBack(t, left); left = "" }},
 		{"no GPU is stuck", w.testAllGPUs},
 	}...)
