@@ -276,7 +276,7 @@ bench-limits: toolchain ## Hold the cost of many simultaneous partition claims t
 	$(GOTEST) -v -count=1 ./test/bench
 
 # Parallel suites on clusters. Each takes about a minute of processor time, in two to four minutes.
-SUITES ?= 3
+SUITES ?= 4
 
 .PHONY: test-e2e
 test-e2e: toolchain ## The chart, the image and the plugin on a real cluster with simulated GPUs (root)
