@@ -178,6 +178,29 @@ func TestRestoreFromDisk(t *testing.T) {
 	}
 }
 
+// A child that has not become the control daemon yet dies with its supervisor, but maybe only after
+// the next supervisor has found it.
+func TestUnfinishedChildOfEarlierSupervisorIsNotAdopted(t *testing.T) {
+	n := newNode(t)
+	child := exec.Command("sleep", "60")
+	child.Args[0], child.Env = n.options.Program, []string{mark(n.paths, "a")}
+	must(t, child.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- child.Wait() }()
+	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+	boot, err := durable.BootID(procRoot)
+	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
+	started, err := startTime(procRoot, child.Process.Pid)
+	must(t, err, d0.write("a", runFile, runRecord{PID: child.Process.Pid, StartTime: started}))
+	n.supervise()
+	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
+	if now := n.status("a"); now.PID == child.Process.Pid || now.Restarts > 0 {
+		t.Errorf("status %+v after the child with PID %d", now, child.Process.Pid)
+	}
+	<-ended
+	n.mustStop("a")
+}
+
 // The supervisor must not signal an unrelated process, even if run.json names its PID and the
 // marker in its environment begins like that of the daemon.
 func TestUnrelatedProcessWithSamePIDSurvives(t *testing.T) {

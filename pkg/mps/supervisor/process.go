@@ -77,15 +77,17 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 }
 
 // adopt returns the control daemon that an earlier supervisor started and wrote to run.json as
-// record. It returns nil if that process has ended, or if it is not in the set named by the
-// parameter of.
-func adopt(record runRecord, of processSet) *process {
+// record. It returns nil if that process has ended, is not in the set named by the parameter of, or
+// is still program: spawn makes that die with its supervisor.
+func adopt(record runRecord, of processSet, program string) *process {
 	fd, err := unix.PidfdOpen(record.PID, 0)
 	if err != nil {
 		return nil
 	}
 	started, err := startTime(procRoot, record.PID)
-	if err != nil || started != record.StartTime || !of.contains(record.PID) {
+	line, _ := os.ReadFile(filepath.Join(procRoot, strconv.Itoa(record.PID), "cmdline"))
+	isProgram := bytes.HasPrefix(line, []byte(program+"\x00"))
+	if err != nil || started != record.StartTime || !of.contains(record.PID) || isProgram {
 		_ = unix.Close(fd)
 		return nil
 	}

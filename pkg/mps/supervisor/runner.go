@@ -162,7 +162,7 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, r *runner, c control, 
 	id := r.spec.ID
 	var run runRecord
 	if err := s.directories.read(id, runFile, &run); err == nil {
-		if p := adopt(run, s.processesOf(id)); p != nil {
+		if p := adopt(run, s.processesOf(id), c.program); p != nil {
 			klog.FromContext(ctx).Info("Adopted an MPS daemon that an earlier supervisor started", "pid", p.pid)
 			return p, nil
 		}
