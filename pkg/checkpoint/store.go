@@ -30,12 +30,7 @@ import (
 // The formats of the files. A new field that must survive a rewrite by an older version, or a
 // change after which an older version would do harm, raises Version and MinReader.
 var (
-	recordFormat = statefile.Format{Kind: "ClaimRecord", Version: 2, MinReader: 2}
-	// oldRecordFormat is for records that version 0.1 can use. laterSteps are the kinds of steps that
-	// it cannot revert.
-	oldRecordFormat = statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
-	laterSteps      = []string{"passthrough"}
-
+	recordFormat = statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
 	holderFormat = statefile.Format{Kind: "Holder", Version: 1, MinReader: 1}
 	markFormat   = statefile.Format{Kind: "MIGMark", Version: 1, MinReader: 1}
 )
@@ -134,11 +129,7 @@ func (s *Store) Save(r Record) error {
 	if len(name) > maxName {
 		name = uid + separator + allDevices + suffix
 	}
-	format := oldRecordFormat
-	if slices.ContainsFunc(r.Steps, func(s Step) bool { return slices.Contains(laterSteps, s.Kind) }) {
-		format = recordFormat
-	}
-	return format.Write(s.disk, filepath.Join(s.claims, name), r)
+	return recordFormat.Write(s.disk, filepath.Join(s.claims, name), r)
 }
 
 // SyncDirs makes sure that a power cut cannot undo earlier writes and removals of records, because

@@ -197,7 +197,9 @@ func TestUnfinishedChildOfEarlierSupervisorIsNotAdopted(t *testing.T) {
 	if now := n.status("a"); now.PID == child.Process.Pid || now.Restarts > 0 {
 		t.Errorf("status %+v after the child with PID %d", now, child.Process.Pid)
 	}
-	<-ended
+	if err := <-ended; err == nil {
+		t.Error("the child was not ended")
+	}
 	n.mustStop("a")
 }
 

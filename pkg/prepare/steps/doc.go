@@ -11,7 +11,6 @@
 //
 // To add a kind of step, write its file, list it in registry.go, and let the plan in package
 // prepare decide when a claim needs it. A setting of a GPU is a [Sharable] with a gpuSetting, as
-// [TimeSlice] is, and its calls are methods of Partitions, in package cut. Earlier versions cannot
-// revert the new kind, so its records and holder files need a higher MinReader: see laterSteps in
-// package checkpoint.
+// [TimeSlice] is, and its calls are methods of Partitions, in package cut. An earlier version
+// leaves a record alone that has a kind it does not know, with its devices taken.
 package steps
