@@ -25,10 +25,10 @@ func TestHealth(t *testing.T) {
 	w := start(t, "e2e-health", simulator(t).Node(h100, *nodeFile))
 	w.offersShapes(t, h100, 8, 200)
 
+	t.Run("an XID of a held GPU is reported everywhere, and so is its end", w.testIll)
 	t.Run("fifty XIDs, each with its taint in time", w.testTaintsInTime)
 
 	t.Parallel() // from here on nothing is measured
-	t.Run("an XID of a held GPU is reported everywhere, and so is its end", w.testIll)
 	t.Run("one lost GPU does not affect the other seven, even over a plugin restart", w.testLost)
 	t.Run("a lost GPU that does not say so is tainted too", w.testLostWithoutSaying)
 	t.Run("an XID of a MIG device affects only that device", w.testIllPartition)
