@@ -178,6 +178,18 @@ func TestRestoreFromDisk(t *testing.T) {
 	}
 }
 
+// superviseAfter starts a supervisor after one that recorded the process as the control daemon of
+// "a".
+func (n *node) superviseAfter(pid int) {
+	n.t.Helper()
+	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+	boot, err := durable.BootID(procRoot)
+	must(n.t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
+	started, err := startTime(procRoot, pid)
+	must(n.t, err, d0.write("a", runFile, runRecord{PID: pid, StartTime: started}))
+	n.supervise()
+}
+
 // A child that has not become the control daemon yet dies with its supervisor, but maybe only after
 // the next supervisor has found it.
 func TestUnfinishedChildOfEarlierSupervisorIsNotAdopted(t *testing.T) {
@@ -187,12 +199,7 @@ func TestUnfinishedChildOfEarlierSupervisorIsNotAdopted(t *testing.T) {
 	must(t, child.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- child.Wait() }()
-	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
-	boot, err := durable.BootID(procRoot)
-	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
-	started, err := startTime(procRoot, child.Process.Pid)
-	must(t, err, d0.write("a", runFile, runRecord{PID: child.Process.Pid, StartTime: started}))
-	n.supervise()
+	n.superviseAfter(child.Process.Pid)
 	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
 	if now := n.status("a"); now.PID == child.Process.Pid || now.Restarts > 0 {
 		t.Errorf("status %+v after the child with PID %d", now, child.Process.Pid)
@@ -212,12 +219,7 @@ func TestUnrelatedProcessWithSamePIDSurvives(t *testing.T) {
 	other.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	must(t, other.Start())
 	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
-	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
-	boot, err := durable.BootID(procRoot)
-	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
-	started, err := startTime(procRoot, other.Process.Pid)
-	must(t, err, d0.write("a", runFile, runRecord{PID: other.Process.Pid, StartTime: started}))
-	n.supervise()
+	n.superviseAfter(other.Process.Pid)
 	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
 	if n.status("a").PID == other.Process.Pid {
 		t.Error("an unrelated process was adopted as the daemon")
