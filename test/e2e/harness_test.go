@@ -8,7 +8,6 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,7 +18,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
@@ -97,14 +95,6 @@ func simulator(t *testing.T) *clusterharness.Simulator {
 		t.Fatal(err)
 	}
 	return b.sim
-}
-
-// needSMI skips the test if the real nvidia-smi is not available.
-func (w *world) needSMI(t *testing.T) {
-	t.Helper()
-	if w.sim.SMI == "" {
-		t.Skip("SKIPPED: the real nvidia-smi is not available")
-	}
 }
 
 // bringUp starts a cluster with these nodes and loads the production image. It does not install the
@@ -475,22 +465,6 @@ func (w *world) uuids(t *testing.T, claim *resourceapi.ResourceClaim) []string {
 	return uuids
 }
 
-// partitionSuites use partitions or shares. The API server of Kubernetes 1.34 accepts no slices
-// that describe these (publish.Features), whatever its feature gates.
-var partitionSuites = []string{
-	"TestAwkwardNode", "TestBadInput", "TestClaims", "TestHealth", "TestHealthClaims", "TestHealthCost", "TestMatrix", "TestMIG",
-	"TestMIGNodes", "TestMigration", "TestNeighbours", "TestPassthrough", "TestPassthroughFaults", "TestSharing", "TestSoak",
-	"TestSurvival", "TestTrust",
-}
-
-// long ends a part of a suite that `make test` leaves to `make test-long`.
-func long(t *testing.T) {
-	t.Helper()
-	if testing.Short() {
-		t.Skip("make test-long runs this part")
-	}
-}
-
 // sideBySide runs parts of a suite two at a time, because they mostly wait. It does not use
 // t.Parallel: the parts would wait for a place until all other suites have begun, and the cluster
 // would use memory and processors meanwhile.
@@ -505,23 +479,4 @@ func sideBySide(t *testing.T, parts map[string]func(*testing.T)) {
 		})
 	}
 	_ = all.Wait()
-}
-
-// needsRelease skips a suite that makes no sense on this version of Kubernetes.
-func needsRelease(t *testing.T, kubernetes string) {
-	t.Helper()
-	suite, _, _ := strings.Cut(t.Name(), "/")
-	if strings.HasPrefix(strings.TrimPrefix(kubernetes, "v"), "1.34") && slices.Contains(partitionSuites, suite) {
-		t.Skipf("SKIPPED: Kubernetes %s has no partitions and shares, which this suite uses", kubernetes)
-	}
-}
-
-// isBefore reports whether the cluster's Kubernetes is older than this version, like 1.37.
-func (w *world) isBefore(t *testing.T, than string) bool {
-	t.Helper()
-	info, err := w.Client.Discovery().ServerVersion()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return version.MustParseGeneric(info.GitVersion).LessThan(version.MustParseGeneric(than))
 }
