@@ -85,7 +85,7 @@ func (w *world) testBrokenRecords(t *testing.T) {
 	// of a later release.
 	w.apply(t, ns, podOnClaim("joins-empty", badNode, "empty")+podOnClaim("joins-future", badNode, "future"))
 	w.running(t, ns, "joins-empty")
-	w.refused(t, ns, "joins-future", "format version 99", "reads up to 2", "install the later driver again")
+	w.refused(t, ns, "joins-future", "format version 99", "this version of the driver reads up to", "install the later driver again")
 
 	// When the last Pods of the damaged claims end, the plugin must move the unreadable checkpoint
 	// records to quarantine and free their GPUs. It must keep the record with the format version of a
