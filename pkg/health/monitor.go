@@ -2,7 +2,6 @@ package health
 
 import (
 	"cmp"
-	"slices"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -71,7 +70,7 @@ func New(rules Rules, now time.Time) *Monitor {
 func (m *Monitor) SetRules(rules Rules) {
 	m.rules = rules
 	for _, c := range m.cards {
-		c.Findings = slices.DeleteFunc(c.Findings, func(f *Finding) bool { return !m.applyRules(f) })
+		m.endFindings(c, func(f *Finding) bool { return !m.applyRules(f) }, "a new rule ignores this XID")
 	}
 	m.version++
 }

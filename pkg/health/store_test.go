@@ -102,6 +102,18 @@ func TestSavedFindingsStayUntilRulesAreKnown(t *testing.T) {
 	w.wantState(gpuName, Unhealthy)
 }
 
+// The Pods of the GPU saw an Event about the finding, and must see its end.
+func TestEndOfFindingByNewRuleIsReported(t *testing.T) {
+	w := newTestMonitor(t, nil)
+	w.sendXID(79)
+	w.Changes()
+	w.SetRules(Rules{79: Ignored})
+	w.wantState(gpuName, Healthy)
+	if c := w.Changes(); len(c) != 1 || !c[0].Over || c[0].Finding.State != Unhealthy || !strings.Contains(c[0].Why, "rule") {
+		t.Errorf("%+v", c)
+	}
+}
+
 func TestReplacedCardInheritsNoFindings(t *testing.T) {
 	s, _ := newStore()
 	w := newTestMonitor(t, nil)
