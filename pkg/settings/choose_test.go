@@ -11,6 +11,7 @@ import (
 const pools = `
 mig: {policy: dynamic}
 shares: [{kind: fractions}]
+health: {effects: {unknown: NoSchedule}}
 xidRules: {"79": app}
 configurations:
   training:
@@ -21,6 +22,7 @@ configurations:
     nodeSelector: {pool: notebooks, zone: a}
     shares: [{kind: shares, count: 4}]
     health: {effects: {lost: NoExecute}}
+    xidRules: {"13": unhealthy}
   both:
     nodeSelector: {zone: a}
 `
@@ -84,7 +86,7 @@ func TestConfigurationInheritsWhatItLeavesOut(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := s.Policies.For(h100).Mode; got != want.policy || s.Shares.For(h100, "", 0) != want.shares ||
-			s.Effects[health.Lost] != want.lost || s.XIDRules[79] != want.something {
+			s.Effects[health.Lost] != want.lost || s.Effects[health.Unknown] != health.NoSchedule || s.XIDRules[79] != want.something {
 			t.Errorf("%s is %+v", name, s)
 		}
 	}

@@ -92,7 +92,8 @@ func (d Document) validate() field.ErrorList {
 	return all
 }
 
-// over returns the values of v, and those of base where v has none.
+// over returns the values of v, and those of base where v has none. The effects and xidRules of both
+// are merged. The others are of one of them as a whole, because rules in a list belong together.
 func (v Values) over(base Values) Values {
 	if reflect.ValueOf(v.MIG).IsZero() {
 		v.MIG = base.MIG
@@ -103,13 +104,16 @@ func (v Values) over(base Values) Values {
 	if v.Shares == nil {
 		v.Shares = base.Shares
 	}
-	if v.Health.Effects == nil {
-		v.Health = base.Health
-	}
-	if v.XIDRules == nil {
-		v.XIDRules = base.XIDRules
-	}
+	v.Health.Effects = merge(base.Health.Effects, v.Health.Effects)
+	v.XIDRules = merge(base.XIDRules, v.XIDRules)
 	return v
+}
+
+func merge[V any](base, over map[string]V) map[string]V {
+	all := map[string]V{}
+	maps.Copy(all, base)
+	maps.Copy(all, over)
+	return all
 }
 
 func (v Values) compile(at *field.Path) (s Settings, all field.ErrorList) {
