@@ -35,6 +35,28 @@ func TestModeChangeWatchesHungGPUApart(t *testing.T) {
 	}
 }
 
+// An older answer that comes after a newer one has a smaller energy counter, like after a reset.
+func TestReplacementSendsNoOlderAnswers(t *testing.T) {
+	var sent []time.Time
+	w := newWatcher(Options{}, func(s device.Signal) { sent = append(sent, s.Condition.At) })
+	began := time.Now()
+	answer := func(card device.PCIAddress, after time.Duration) {
+		w.forward(device.Signal{Condition: &device.Condition{
+			Card: device.Card{PCIAddress: card, UUID: "GPU-" + string(card)}, Reach: device.ReachOK, At: began.Add(after),
+		}}, "")
+	}
+	w.overlap = newOverlap()
+	answer("a", -2*time.Second) // the old process, while the replacement has already asked
+	w.overlap.until = began
+	answer("a", -3*time.Second)
+	answer("b", -3*time.Second) // only the replacement watches it
+	answer("a", time.Second)
+	want := []time.Time{began.Add(-2 * time.Second), began.Add(-3 * time.Second), began.Add(time.Second)}
+	if !slices.EqualFunc(sent, want, time.Time.Equal) {
+		t.Errorf("sent the answers of %v, want %v", sent, want)
+	}
+}
+
 func TestHungReplacedWatchersDoNotBlockStart(t *testing.T) {
 	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
 	gone := make(chan struct{})

@@ -135,9 +135,13 @@ func (w *watcher) forgetEnded() {
 }
 
 // forward emits a signal of a child process, except for an event that an earlier child already
-// reported. It adds what the child does not know, such as a lost card's UUID.
+// reported, and an answer that is older than that child's. It adds what the child does not know,
+// such as a lost card's UUID.
 func (w *watcher) forward(s device.Signal, epoch string) {
 	if c := s.Condition; c != nil {
+		if w.overlap.outdated(*c) {
+			return
+		}
 		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {
 			return a == c.Card.PCIAddress && c.Reach != device.ReachWedged
 		})
