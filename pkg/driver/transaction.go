@@ -51,14 +51,12 @@ func transactionOptions(
 	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports, inv *inventory.Inventory,
 ) prepare.Options {
 	node.Partitions = parts.Partitions
-	if parts.Binder != nil {
-		node.Binder = rescanning{parts.Binder, inv}
-	}
+	node.Binder = parts.Binder
 	return prepare.Options{
 		Pool: cfg.NodeName, Node: node, Locks: s.locks,
 		Claims: claimReader{calls, parts.Client},
 		Edits:  nodeEdits{visiblePath(cfg), metadata.NewFiles(cfg.MetadataDir()), cfg}, ShareTotals: shares.Of,
-		Observer:    claimObserver{calls, status, toAdmins},
+		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	}
 }

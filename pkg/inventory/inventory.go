@@ -103,13 +103,15 @@ type Inventory struct {
 	current      atomic.Pointer[Snapshot]
 	scanRequests wake.Signal
 
+	stopped chan struct{} // closed when Run returns
+
 	mu      sync.Mutex
 	waiting []chan struct{} // closed when a scan ends that began later
 }
 
 // New returns an inventory that has not scanned yet.
 func New(h Hardware) *Inventory {
-	i := &Inventory{hardware: h, scanRequests: wake.New()}
+	i := &Inventory{hardware: h, scanRequests: wake.New(), stopped: make(chan struct{})}
 	i.current.Store(&Snapshot{
 		Reason: "the node's GPUs have not been scanned yet", Code: CodeNotScanned, Since: time.Now(),
 	})
@@ -123,7 +125,7 @@ func (i *Inventory) Snapshot() Snapshot { return *i.current.Load() }
 // the snapshot.
 func (i *Inventory) RequestScan() { i.scanRequests.Wake() }
 
-// Rescan waits until a scan that began after this call is in the snapshot, or until ctx ends.
+// Rescan waits until a scan that began after this call has ended, or until ctx or Run ends.
 func (i *Inventory) Rescan(ctx context.Context) {
 	done := make(chan struct{})
 	i.mu.Lock()
@@ -132,12 +134,15 @@ func (i *Inventory) Rescan(ctx context.Context) {
 	i.RequestScan()
 	select {
 	case <-done:
+	case <-i.stopped:
 	case <-ctx.Done():
 	}
 }
 
-// Run scans and updates the snapshot until ctx ends. After each change it calls changed.
+// Run scans and updates the snapshot until ctx ends. After each change it calls changed. It may be
+// called once.
 func (i *Inventory) Run(ctx context.Context, changed func()) {
+	defer close(i.stopped)
 	l := scanLoop{inventory: i, changed: changed, log: klog.FromContext(ctx)}
 	for {
 		pause := l.step(ctx)

@@ -169,6 +169,50 @@ func TestMIGModeChangeTriggersRescan(t *testing.T) {
 	})
 }
 
+func TestRescanWaitsForAScanThatBeganLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		gpus := atomic.Int32{}
+		inv := New(Hardware{
+			Scan: func(ctx context.Context) (nvidia.Node, error) {
+				node := nvidia.Node{GPUs: make([]nvidia.GPU, gpus.Load())}
+				select {
+				case <-time.After(time.Second): // what a scan found may be outdated when it ends
+				case <-ctx.Done():
+				}
+				return node, ctx.Err()
+			},
+			Fingerprint: func() string { return "" },
+			Present:     func() (bool, error) { return true, nil },
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			inv.Run(ctx, func() {})
+		}()
+		for range 2 {
+			<-time.After(500 * time.Millisecond) // a scan runs
+			want := int(gpus.Add(1))
+			inv.Rescan(ctx)
+			if got := len(inv.Snapshot().Node.GPUs); got != want {
+				t.Errorf("the snapshot has %d GPUs, want %d", got, want)
+			}
+			inv.RequestScan()
+		}
+		waiting, began := make(chan struct{}), time.Now()
+		go func() {
+			defer close(waiting)
+			inv.Rescan(t.Context())
+		}()
+		cancel()
+		<-ended
+		<-waiting
+		if inv.Rescan(t.Context()); time.Since(began) > time.Second {
+			t.Errorf("after the end of Run, Rescan waits %s", time.Since(began))
+		}
+	})
+}
+
 func TestLateDriverIsFoundWithinASecond(t *testing.T) {
 	f := &fakeHardware{err: &nvidia.NotReadyError{Reason: "the module is not loaded", Remedy: "load it"}}
 	runInventory(t, f, func(i *Inventory, wait func(time.Duration)) {

@@ -63,7 +63,7 @@ func New(version string) *Metrics {
 		repairs:       auto.counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
 		devices:       auto.gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready: prometheus.NewGauge(prometheus.GaugeOpts{Name: "inventory_ready",
-			Help: "1 if the NVIDIA driver answers and the node's devices are known, else 0. Absent on a node without a GPU."}),
+			Help: "1 while the node prepares claims, else 0. Absent on a node without a GPU."}),
 		publisher:    auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
 		devicePlugin: auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
 		slowScheduler: auto.gauge("slow_scheduler",

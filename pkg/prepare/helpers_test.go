@@ -61,6 +61,7 @@ type world struct {
 	mpsDisabled  bool
 	metadata     bool          // Options.Metadata
 	conflictWait time.Duration // Options.ConflictWait
+	rescans      []string      // number of records and drivers of the first GPU at each call of Rescan
 	stopping     chan struct{}
 }
 
@@ -149,6 +150,7 @@ func (w *world) start() (*plugin, error) {
 			},
 		},
 		ShareTotals: totalsBy(w.shares), Observer: p.Observer,
+		Rescan: func(context.Context) { w.rescans = append(w.rescans, fmt.Sprint(len(w.records()), drivers(w.bus))) },
 	}
 	if w.hardware != nil {
 		o.Node.Partitions = w.hardware

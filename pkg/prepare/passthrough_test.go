@@ -111,6 +111,28 @@ func TestVirtualMachineGetsVFIONodesAlone(t *testing.T) {
 	}
 }
 
+// A scan opens every GPU that NVIDIA's driver has, so no scan may run between the claim's GPUs. The
+// record stays until the inventory shows the GPUs, because another claim may wait for its removal.
+func TestUnprepareWaitsForOneScanAfterAllGPUsAreBack(t *testing.T) {
+	w := newWorld(t)
+	withBus(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", vfio0), allocated("r", gpu1+"-vfio")))
+	if len(w.rescans) != 0 {
+		t.Errorf("preparing scans %d times", len(w.rescans))
+	}
+	if err := p.Unprepare(t.Context(), "uid-c"); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{fmt.Sprint(1, atHome)}; !slices.Equal(w.rescans, want) {
+		t.Errorf("scans with records and drivers %q, want %q", w.rescans, want)
+	}
+	mustPrepare(t, p, newClaim("d", allocated("r", gpu0)))
+	if err := p.Unprepare(t.Context(), "uid-d"); err != nil || len(w.rescans) != 1 {
+		t.Errorf("%v, %d scans", err, len(w.rescans))
+	}
+}
+
 func TestPreparedPassthroughIsKept(t *testing.T) {
 	w := newWorld(t)
 	bus := withBus(w)

@@ -92,6 +92,9 @@ type Options struct {
 	// ShareTotals returns how much of each capacity of a shared device all claims together can use.
 	ShareTotals func(device.GPU, device.Name) map[string]resource.Quantity
 	Observer    Observer
+	// Rescan waits until a new scan has ended, or until its context ends. Then the inventory lists the
+	// GPUs that virtual machines gave back.
+	Rescan func(context.Context)
 	// MPSDisabled means that the administrator switched MPS off. Prepare refuses claims that need MPS.
 	// Claims that were prepared with MPS before can still be unprepared.
 	MPSDisabled bool

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -78,6 +79,11 @@ func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, list []steps.
 	defer cancel()
 	if err := steps.RevertAll(work, env, list); err != nil {
 		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
+	}
+	if !env.EarlierBoot && slices.ContainsFunc(steps.Of[*steps.Passthrough](list), (*steps.Passthrough).NeedsHardware) {
+		scanned, cancel := steps.WithTimeout(ctx, steps.ScanTime, steps.AnswerTime)
+		defer cancel()
+		p.opts.Rescan(scanned) // a claim that waits for the GPU would not find it
 	}
 	if err := p.node.Records.Remove(r.ClaimUID); err != nil {
 		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)

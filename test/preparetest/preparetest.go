@@ -44,6 +44,9 @@ func New(o prepare.Options) Transaction {
 	if o.Edits == nil {
 		o.Edits = &Edits{}
 	}
+	if o.Rescan == nil {
+		o.Rescan = func(context.Context) {}
+	}
 	if o.ShareTotals == nil {
 		o.ShareTotals = func(g device.GPU, n device.Name) map[string]resource.Quantity {
 			return device.ShareRules{}.Totals(g, 0, n)

@@ -24,7 +24,7 @@ func (l *Loop) syncCards() []device.GPU {
 	for _, g := range s.Node.GPUs {
 		gpus = append(gpus, g.GPU)
 	}
-	l.monitor.Lend(l.lent(time.Now()), time.Now())
+	l.monitor.Lend(l.lent(s), time.Now())
 	l.monitor.Leave(bound(s))
 	l.monitor.Expect(gpus, time.Now())
 	for _, g := range absent(l.monitor.View(), s) {
@@ -60,8 +60,8 @@ const returnGrace = time.Minute
 // before, or else as sysfs describes them.
 func (l *Loop) Lent(s inventory.Snapshot) []device.GPU {
 	var gpus []device.GPU
-	for address := range l.lent(time.Now()) {
-		if slices.ContainsFunc(s.Node.GPUs, func(g nvidia.GPU) bool { return g.PCIAddress == address }) {
+	for address := range l.lent(s) {
+		if lists(s, address) {
 			continue
 		}
 		g, known := l.View().Known(address)
@@ -82,26 +82,32 @@ func (l *Loop) Lent(s inventory.Snapshot) []device.GPU {
 }
 
 // lent returns the addresses of the GPUs that claims have for virtual machines, or had until less
-// than returnGrace ago. If the records cannot be read, those of the last read stay.
-func (l *Loop) lent(now time.Time) map[device.PCIAddress]bool {
+// than returnGrace ago if s does not list them yet. If the records cannot be read, those of the
+// last read count.
+func (l *Loop) lent(s inventory.Snapshot) map[device.PCIAddress]bool {
 	entries, err := l.opts.Records.List()
+	now, lent := time.Now(), map[device.PCIAddress]bool{}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err == nil {
-		maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return now.Sub(last) >= returnGrace })
-		for _, e := range entries {
-			for _, name := range e.Devices {
-				if n, ok := device.ParseName(name); ok && n.Passthrough {
-					l.lastLent[n.PCIAddress()] = now
-				}
+	for _, e := range entries {
+		for _, name := range e.Devices {
+			if n, ok := device.ParseName(name); ok && n.Passthrough {
+				lent[n.PCIAddress()] = true
+				l.lastLent[n.PCIAddress()] = now
 			}
 		}
 	}
-	lent := map[device.PCIAddress]bool{}
+	maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return err == nil && now.Sub(last) >= returnGrace })
 	for address := range l.lastLent {
-		lent[address] = true
+		if err != nil || !lists(s, address) {
+			lent[address] = true
+		}
 	}
 	return lent
+}
+
+func lists(s inventory.Snapshot, a device.PCIAddress) bool {
+	return slices.ContainsFunc(s.Node.GPUs, func(g nvidia.GPU) bool { return g.PCIAddress == a })
 }
 
 // absent returns the unhealthy GPUs of the view that s lacks.

@@ -78,3 +78,24 @@ func TestLentGPUThatNobodyKnowsIsAsSysfsSays(t *testing.T) {
 		}
 	}, name.String())
 }
+
+// After the claim's end the driver may switch MIG mode on for the next claim.
+func TestReturnedGPUMayChangeAtOnce(t *testing.T) {
+	name := device.Name{GPU: firstGPU, Passthrough: true}
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		away, back := readyWith("0000:43:00.0"), readyWith("0000:1b:00.0", "0000:43:00.0")
+		away.Node.Passthrough = []device.GPU{{PCIAddress: "0000:1b:00.0", Passthrough: &device.Passthrough{BoundByAdmin: true}}}
+		l.inventory.Set(away)
+		advance(2 * time.Second)
+		l.inventory.Set(back)
+		l.held.ended.Store(true)
+		advance(2 * time.Second)
+		changed := readyWith("0000:1b:00.0", "0000:43:00.0")
+		changed.Node.GPUs[0].MIG = &device.MIG{Enabled: true}
+		l.inventory.Set(changed)
+		advance(2 * time.Second)
+		if state := l.state("0000:1b:00.0"); state != health.Healthy {
+			t.Errorf("the GPU is %s", state)
+		}
+	}, name.String())
+}

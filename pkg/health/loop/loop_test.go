@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -25,14 +26,17 @@ const firstGPU = "gpu-0000-1b-00-0"
 
 var readyWith = inventorytest.Ready
 
-// heldDevices lists one claim, which has these devices.
-type heldDevices []string
+// heldDevices lists one claim, which has these devices until it has ended.
+type heldDevices struct {
+	names []string
+	ended atomic.Bool
+}
 
-func (h heldDevices) List() ([]checkpoint.Entry, error) {
-	if len(h) == 0 {
+func (h *heldDevices) List() ([]checkpoint.Entry, error) {
+	if len(h.names) == 0 || h.ended.Load() {
 		return nil, nil
 	}
-	return []checkpoint.Entry{{ClaimUID: "uid", Devices: h}}, nil
+	return []checkpoint.Entry{{ClaimUID: "uid", Devices: h.names}}, nil
 }
 
 // reports counts the reports and keeps the last one.
@@ -64,15 +68,16 @@ type loopTest struct {
 	*Loop
 	*reports
 	inventory *inventorytest.Inventory
+	held      *heldDevices
 	send      func(device.Signal)
 }
 
 // newLoop returns a loop that saves its findings in dir. Its node has two GPUs.
 func newLoop(ctx context.Context, dir string, held ...string) *loopTest {
-	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}}
+	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}, held: &heldDevices{names: held}}
 	l.inventory.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	l.Loop = New(ctx, Options{
-		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: heldDevices(held), Reporter: l.reports,
+		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: l.held, Reporter: l.reports,
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
 			l.send = report
 			<-ctx.Done()

@@ -149,6 +149,9 @@ func (b *Binder) order(op operation, card device.Card, list []vfio.Binding) orde
 // call carries out the order in a child process. If the card's last process still hangs, it returns
 // an error soon instead.
 func (b *Binder) call(ctx context.Context, o order) (answer, error) {
+	if ctx.Err() != nil {
+		return answer{}, &Error{Op: o.phrase(), Code: device.FailureTimeout, Message: "no time was left; nothing was done"}
+	}
 	b.mu.Lock()
 	s := b.slots[o.Card]
 	if s == nil {
@@ -242,7 +245,7 @@ func (e *Error) Error() string {
 		names[i] = p.String()
 	}
 	if !slices.ContainsFunc(e.Users, func(p nvidia.Process) bool { return !p.Plugin }) {
-		return text + ": another instance of this plugin watches it and ends with the plugin's update, " + strings.Join(names, ", ")
+		return text + ": this plugin scans it, or another instance watches it until the plugin's update ends, " + strings.Join(names, ", ")
 	}
 	return text + ": end " + strings.Join(names, ", ")
 }

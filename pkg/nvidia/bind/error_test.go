@@ -15,7 +15,7 @@ func TestErrorSaysThatAnotherInstanceHasTheGPU(t *testing.T) {
 		users []nvidia.Process
 		want  string
 	}{
-		{[]nvidia.Process{instance}, "another instance of this plugin watches it and ends with the plugin's update, "},
+		{[]nvidia.Process{instance}, "this plugin scans it, or another instance watches it until the plugin's update ends, "},
 		{[]nvidia.Process{instance, other}, ": end "},
 		{[]nvidia.Process{other}, ": end python (process 77)"},
 	} {

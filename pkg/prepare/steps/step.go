@@ -160,6 +160,8 @@ const (
 	// DestroyTime is the longest time that one call waits until no process uses the MIG instances that
 	// it must remove. Other claims on the GPU wait too.
 	DestroyTime = 20 * time.Second
+	// ScanTime is the longest wait for a scan after virtual machines gave GPUs back.
+	ScanTime = 10 * time.Second
 	// PeriodicTime limits how long Reconcile and other periodic work keep a GPU locked to remove MIG
 	// instances or stop daemons that may be in use. The next pass retries soon.
 	PeriodicTime = 5 * time.Second
