@@ -146,10 +146,6 @@ func makeDirectories(cfg *config.Config) error {
 			return fmt.Errorf("--%s: %s is not writable: %w", flag, dir, err)
 		}
 	}
-	// Earlier versions of the plugin let other users read this directory.
-	if err := os.Chmod(cfg.StateDir(), 0o700); err != nil {
-		return fmt.Errorf("--plugin-dir: make %s private: %w", cfg.StateDir(), err)
-	}
 	info, err := os.Stat(cfg.RegistrarDir)
 	if err == nil && !info.IsDir() {
 		err = syscall.ENOTDIR

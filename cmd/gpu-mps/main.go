@@ -138,6 +138,12 @@ func supervise(ctx context.Context, args []string) error {
 	if err := parse(flags, args); err != nil {
 		return err
 	}
+	if o.StartTimeout <= 0 {
+		return usageError{fmt.Errorf("--start-timeout: %s: want more than 0", o.StartTimeout)}
+	}
+	if o.DriverRoot == "" {
+		return usageError{errors.New("--driver-root is empty: want / or the directory of the driver's files")}
+	}
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
 	if err := logging.Set("v", fmt.Sprint(*verbosity)); err != nil {

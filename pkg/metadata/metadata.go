@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -35,17 +36,16 @@ import (
 // Versions are the API versions in each file, the newest first. KubeVirt 1.8 reads only v1alpha1.
 var Versions = []schema.GroupVersion{v1beta1.SchemeGroupVersion, v1alpha1.SchemeGroupVersion}
 
-// encoders write one API version each, in the order of Versions.
-var encoders = newEncoders()
-
-func newEncoders() (all []runtime.Encoder) {
+// encoders write one API version each, in the order of Versions. Child processes need none.
+var encoders = sync.OnceValue(func() (all []runtime.Encoder) {
 	scheme := install.NewScheme()
+	codecs := serializer.NewCodecFactory(scheme)
 	text := serializerjson.NewSerializerWithOptions(serializerjson.DefaultMetaFactory, scheme, scheme, serializerjson.SerializerOptions{})
 	for _, v := range Versions {
-		all = append(all, serializer.NewCodecFactory(scheme).EncoderForVersion(text, v))
+		all = append(all, codecs.EncoderForVersion(text, v))
 	}
 	return all
-}
+})
 
 // Claim identifies the claim that a file describes.
 type Claim struct {
@@ -156,7 +156,7 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 		data.PodClaimName = &c.PodClaimName
 	}
 	var stream bytes.Buffer
-	for i, encoder := range encoders {
+	for i, encoder := range encoders() {
 		if err := encoder.Encode(data, &stream); err != nil {
 			return nil, fmt.Errorf("describe claim %s/%s in version %s: %w", c.Namespace, c.Name, Versions[i], err)
 		}

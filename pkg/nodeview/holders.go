@@ -32,7 +32,14 @@ func (h Holders) Run(ctx context.Context) {
 	tick := time.NewTicker(holdersInterval)
 	defer tick.Stop()
 	for {
-		h.Node.setHeld(ctx, h.look())
+		looked := make(chan func(), 1)
+		go func() { looked <- h.look(ctx) }() // it may hang with a process that hangs in the kernel
+		select {
+		case apply := <-looked:
+			apply()
+		case <-ctx.Done():
+			return
+		}
 		select {
 		case <-ctx.Done():
 			return
@@ -41,21 +48,25 @@ func (h Holders) Run(ctx context.Context) {
 	}
 }
 
-// look returns the held GPUs with the processes that hold them.
-func (h Holders) look() map[device.PCIAddress]string {
+// look finds the held GPUs. It returns a function that makes them known to the node view.
+func (h Holders) look(ctx context.Context) func() {
 	held, candidates := map[device.PCIAddress]string{}, map[int]device.PCIAddress{}
 	for _, g := range h.Node.offeredToMachines() {
-		if used, err := h.InUse(g.WholeName()); err == nil && !used {
+		used, err := h.InUse(g.WholeName())
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to look for processes that have a GPU open", "gpu", g.WholeName())
+			return func() {}
+		}
+		if !used {
 			candidates[g.Minor] = g.PCIAddress
 		}
 	}
-	if len(candidates) == 0 {
-		return held
+	if len(candidates) > 0 {
+		for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
+			held[candidates[minor]] = fmt.Sprint(processes)
+		}
 	}
-	for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
-		held[candidates[minor]] = fmt.Sprint(processes)
-	}
-	return held
+	return func() { h.Node.setHeld(ctx, held) }
 }
 
 // offeredToMachines returns the GPUs that NVIDIA's driver has and that virtual machines may get.
@@ -75,24 +86,20 @@ func (n *Node) setHeld(ctx context.Context, by map[device.PCIAddress]string) {
 	logger := klog.FromContext(ctx)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	held := maps.Clone(n.held)
+	held := map[device.PCIAddress]time.Time{}
 	for address, processes := range by {
-		if _, known := held[address]; known {
-			continue
+		since, known := n.held[address]
+		if !known {
+			since = time.Now()
+			logger.Info("GPU cannot be passed to a virtual machine while processes have it open", "gpu", address.WholeName(), "processes", processes)
 		}
-		if held == nil {
-			held = map[device.PCIAddress]time.Time{}
-		}
-		held[address] = time.Now()
-		logger.Info("GPU cannot be passed to a virtual machine while processes have it open", "gpu", address.WholeName(), "processes", processes)
+		held[address] = since
 	}
-	maps.DeleteFunc(held, func(address device.PCIAddress, _ time.Time) bool {
-		_, still := by[address]
-		if !still {
+	for address := range n.held {
+		if _, still := held[address]; !still {
 			logger.Info("GPU can be passed to a virtual machine again", "gpu", address.WholeName())
 		}
-		return !still
-	})
+	}
 	if !maps.Equal(held, n.held) {
 		n.held = held
 		n.update()

@@ -96,7 +96,7 @@ func checkLimits(t *testing.T, w *world, p *plugin, c *resourceapi.ResourceClaim
 // FuzzStepsOnRecord expects that Unprepare and Reconcile do not panic or hang, whatever steps are
 // stored in a claim's record or in the file of a setting that claims share.
 func FuzzStepsOnRecord(f *testing.F) {
-	for _, kind := range []string{steps.ClaimSpecKind, steps.MIGInstanceKind, steps.MIGModeOffKind, steps.SharedKind} {
+	for _, kind := range []string{steps.ClaimSpecKind, steps.MIGInstanceKind, steps.PassthroughKind, steps.SharedKind} {
 		f.Add(kind, `{}`, "Prepared", gpu0)
 	}
 	f.Add(
@@ -121,6 +121,7 @@ func FuzzStepsOnRecord(f *testing.F) {
 		}
 		w := newWorld(t)
 		withMPS(w)
+		withBus(w)
 		p := w.plugin(t)
 		d := checkpoint.Device{Request: "r", Pool: pool, Device: name, GPU: gpu0, GPUUUID: "GPU-0"}
 		r := checkpoint.Record{

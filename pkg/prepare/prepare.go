@@ -206,7 +206,7 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	env := steps.NewEnv(p.node, r, nil)
 	env.UUID = pl.deviceUUID
 	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients, Metadata: pl.metadata}
-	modes, err := p.disableModeSteps(work, env, pl)
+	inMIGMode, err := p.inMIGModes(work, env, pl)
 	if err != nil {
 		return err
 	}
@@ -233,7 +233,10 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 			return errors.Join(err, p.node.Records.Remove(r.ClaimUID))
 		}
 	}
-	err = steps.ApplyAll(work, env, append(modes, pl.steps...))
+	err = makeWhole(work, env, inMIGMode)
+	if err == nil {
+		err = steps.ApplyAll(work, env, pl.steps)
+	}
 	if err == nil {
 		err = p.writeSpec(work, env, pl)
 	}
@@ -251,10 +254,10 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	return cause.OrStep(err)
 }
 
-// disableModeSteps returns steps that disable MIG mode on the GPUs of which the claim has the whole
-// GPU or a share. It reads a GPU only if the inventory or a mark of this driver on disk says that
+// inMIGModes returns the GPUs whose MIG mode must be disabled, because the claim has the whole GPU
+// or a share of it. It reads a GPU only if the inventory or a mark of this driver on disk says that
 // the mode may be enabled.
-func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *plan) (list []steps.Step, _ error) {
+func (p *Preparer) inMIGModes(ctx context.Context, env *steps.Env, pl *plan) (list []device.GPU, _ error) {
 	checked := map[string]bool{} // the claim may have several shares of a GPU
 	for i, req := range pl.requests {
 		d, mig := pl.record.Devices[i], req.gpu.MIG
@@ -271,15 +274,24 @@ func (p *Preparer) disableModeSteps(ctx context.Context, env *steps.Env, pl *pla
 		if !marked && (mig == nil || !mig.Enabled) {
 			continue
 		}
-		step, err := p.disableModeStep(ctx, env, req.gpu)
+		enabled, err := p.inMIGMode(ctx, env, req.gpu)
 		if err != nil {
 			return nil, cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		}
-		if step != nil {
-			list = append(list, step)
+		if enabled {
+			list = append(list, req.gpu)
 		}
 	}
 	return list, nil
+}
+
+func makeWhole(ctx context.Context, env *steps.Env, gpus []device.GPU) error {
+	for _, g := range gpus {
+		if err := steps.MakeWhole(ctx, env, g); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // writeSpec writes the claim's CDI spec and metadata, and fills in the MIG UUIDs of its record. All

@@ -65,12 +65,12 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
 	env := steps.NewEnv(p.node, &old, nil)
-	modes, err := p.disableModeSteps(work, env, pl)
+	inMIGMode, err := p.inMIGModes(work, env, pl)
 	if err != nil {
 		return false, err
 	}
 	env.Steps = pl.allSteps()
-	err = steps.ApplyAll(work, env, modes)
+	err = makeWhole(work, env, inMIGMode)
 	if err == nil {
 		err = steps.ApplyAll(work, env, steps.Of[*steps.Passthrough](pl.steps))
 	}

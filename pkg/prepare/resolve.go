@@ -56,28 +56,28 @@ func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *pl
 	return nil
 }
 
-// disableModeStep returns the step that disables the GPU's MIG mode, or nil if the mode is off.
-func (p *Preparer) disableModeStep(ctx context.Context, env *steps.Env, g device.GPU) (steps.Step, error) {
+// inMIGMode reports whether the GPU's MIG mode must be disabled before the whole GPU can be used.
+func (p *Preparer) inMIGMode(ctx context.Context, env *steps.Env, g device.GPU) (bool, error) {
 	name := g.WholeName()
 	state, err := env.CardState(ctx, g.Card())
 	if err != nil {
-		return nil, cause.OrStep(err)
+		return false, cause.OrStep(err)
 	}
 	switch {
 	case !state.MIG.Enabled:
 		if err := p.node.Records.Unmark(name); err != nil {
-			return nil, cause.Wrap(cause.Record, err)
+			return false, cause.Wrap(cause.Record, err)
 		}
-		return nil, steps.CheckDeviceNode(name, g.Minor, state.Minor)
+		return false, steps.CheckDeviceNode(name, g.Minor, state.Minor)
 	case len(state.MIG.Instances) > 0:
-		return nil, cause.Errorf(cause.Device,
+		return false, cause.Errorf(cause.Device,
 			"%s cannot be used whole: it has %s, which no claim of this driver created: remove them (nvidia-smi mig), or delete the claim's Pods "+
 				"to have it allocated elsewhere",
 			name, steps.DescribeInstances(state.MIG.Instances...))
 	case g.MIG != nil && g.MIG.ModeFixed:
-		return nil, cause.Errorf(cause.Device, "%s cannot be used whole: MIG mode is enabled, and only a GPU reset can disable it", name)
+		return false, cause.Errorf(cause.Device, "%s cannot be used whole: MIG mode is enabled, and only a GPU reset can disable it", name)
 	}
-	return &steps.MIGModeOff{GPU: name, Card: g.Card(), Minor: g.Minor}, nil
+	return true, nil
 }
 
 // resolvePartition finds the partition for the request: one that other claims already share, or one

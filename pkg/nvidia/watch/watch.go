@@ -186,7 +186,7 @@ func (w *watcher) report(s device.WatcherState) {
 // release returns when no child process has NVML open, or after releaseLimit. Its error wraps a
 // [nvidia.HangingError] for each child process that hangs.
 func (w *watcher) release() error {
-	w.apartWatchers.Wait() // each waits for at most releaseLimit
+	w.apartWatchers.Wait() // each releases as below
 	w.places.finish()
 	limit, cancel := context.WithTimeout(context.Background(), releaseLimit)
 	defer cancel()

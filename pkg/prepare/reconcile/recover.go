@@ -112,11 +112,9 @@ func (rec *Reconciler) recoverUnfinished(ctx context.Context, locks *lock.Guard,
 		logger.Info("Deferring rollback of incomplete claim until its GPUs can be read")
 		return rec.node.Specs.RemoveClaim(r.ClaimUID)
 	}
-	state := r.State
 	if err := rec.transaction.Revert(ctx, r); err != nil {
 		return err
 	}
-	r.State = state
 	rec.reportInterrupted(ctx, r)
 	return nil
 }

@@ -7,31 +7,15 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-const MIGModeOffKind = "mig-mode-off"
-
-// MIGModeOff is the step that disables MIG mode on a GPU without MIG instances, so that the whole
-// GPU can be used. Its Revert does nothing: the step that creates the next partition enables the
-// mode. So no record needs it, but older versions recorded it.
-type MIGModeOff struct {
-	GPU   string      `json:"gpu"`
-	Card  device.Card `json:"card"`
-	Minor int         `json:"minor"`
-}
-
-var _ Step = &MIGModeOff{}
-
-// NeedsHardware implements [Step].
-func (*MIGModeOff) NeedsHardware() bool { return false }
-
-func (s *MIGModeOff) Kind() string { return MIGModeOffKind }
-
-func (s *MIGModeOff) Apply(ctx context.Context, env *Env) error {
-	defer env.forgetCard(s.Card)
-	state, err := DisableMIGMode(ctx, env, s.Card, s.GPU)
+// MakeWhole disables MIG mode on a GPU without MIG instances, so that the whole GPU can be used. It
+// is no step, because nothing must revert it: creating the next partition enables the mode.
+func MakeWhole(ctx context.Context, env *Env, g device.GPU) error {
+	defer env.forgetCard(g.Card())
+	state, err := DisableMIGMode(ctx, env, g.Card(), g.WholeName())
 	if err != nil {
 		return err
 	}
-	return CheckDeviceNode(s.GPU, s.Minor, state.Minor)
+	return CheckDeviceNode(g.WholeName(), g.Minor, state.Minor)
 }
 
 // DisableMIGMode disables MIG mode. Then it removes the file that says that this driver enabled the
@@ -46,5 +30,3 @@ func DisableMIGMode(ctx context.Context, env *Env, card device.Card, gpu string)
 	}
 	return state, env.Records.Unmark(gpu)
 }
-
-func (s *MIGModeOff) Revert(context.Context, *Env) error { return nil }

@@ -14,7 +14,6 @@ import (
 // kinds has a constructor for each kind of step that a claim's record can have. Never remove a
 // kind, because records that contain it could not be reverted.
 var kinds = []func() Step{
-	func() Step { return &MIGModeOff{} },
 	func() Step { return &Passthrough{} },
 	func() Step { return &MIGInstance{} },
 	func() Step { return &Shared{} },

@@ -167,7 +167,7 @@ grant rights.
 {{- $problem := print "uninstall.serviceAccountName: with serviceAccount.create=false or rbac.create=false "
     "the uninstall hook makes no account and no rights." -}}
 {{- fail (print $problem " Set uninstall.serviceAccountName to an existing account with the rights in "
-    "docs/operations.md, or set uninstall.enabled=false") -}}
+    "docs/security.md, or set uninstall.enabled=false") -}}
 {{- end -}}
 {{- .Values.uninstall.serviceAccountName -}}
 {{- end -}}
