@@ -147,7 +147,7 @@ func (c *Config) Fields() []Field {
 		"socket of the container runtime, which the plugin asks every minute whether CDI is enabled; empty means that "+
 			"it does not ask")
 	emptyOrPath(&c.SettingsFile, "settings",
-		"YAML file with mig, shares, health and xidRules, as the chart's values have them; empty means the defaults")
+		"YAML file with mig, passthrough, shares, health and xidRules, as the chart's values have them; empty means the defaults")
 	str(&c.ReleaseLabels, "release-labels",
 		"the Node's labels, separated by commas, that ask the plugin to release the hardware while their value "+
 			"contains paused-for-; k8s-driver-manager sets it before it changes the driver")

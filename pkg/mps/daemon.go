@@ -35,8 +35,8 @@ const maxMemory = 1 << 40
 const maxDevices = 256
 
 var (
-	// validID makes an ID a file name that needs no quoting and cannot lead out of its directory. Lengths
-	// are checked apart: a regular expression with a counted repetition takes 50 KB of memory.
+	// validID makes an ID a file name that needs no quoting and cannot lead out of its directory.
+	// Lengths are checked apart: a regular expression with a counted repetition takes 50 KB of memory.
 	validID = regexp.MustCompile(`^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$`)
 	// validDevice matches NVML's UUIDs: GPU-<UUID>, MIG-<UUID>, and MIG-GPU-<UUID>/<gi>/<ci> of
 	// drivers before R470.

@@ -92,8 +92,9 @@ func (d Document) validate() field.ErrorList {
 	return all
 }
 
-// over returns the values of v, and those of base where v has none. The effects and xidRules of both
-// are merged. The others are of one of them as a whole, because rules in a list belong together.
+// over returns the values of v, and those of base where v has none. The effects and xidRules of
+// both are merged. The others are of one of them as a whole, because rules of a list belong
+// together.
 func (v Values) over(base Values) Values {
 	if reflect.ValueOf(v.MIG).IsZero() {
 		v.MIG = base.MIG
