@@ -167,7 +167,7 @@ func NewRules(set map[string]Weight, at *field.Path) (Rules, field.ErrorList) {
 	var errs field.ErrorList
 	for _, code := range slices.Sorted(maps.Keys(set)) {
 		n, err := strconv.ParseUint(code, 10, 32)
-		if err != nil {
+		if err != nil || code != strconv.FormatUint(n, 10) {
 			errs = append(errs, field.Invalid(at.Key(code), code, "want the number of an XID, such as 109"))
 		}
 		if !slices.Contains([]Weight{Ignored, Reported, Degrading, Breaking}, set[code]) {

@@ -75,12 +75,13 @@ func (p *Preparer) undo(ctx context.Context, r *checkpoint.Record, list []steps.
 				klog.KRef(r.Namespace, r.Name))
 		}
 	}
+	bound := slices.ContainsFunc(steps.Of[*steps.Passthrough](list), func(s *steps.Passthrough) bool { return s.Found != nil })
 	work, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
 	defer cancel()
 	if err := steps.RevertAll(work, env, list); err != nil {
 		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
 	}
-	if !env.EarlierBoot && slices.ContainsFunc(steps.Of[*steps.Passthrough](list), (*steps.Passthrough).NeedsHardware) {
+	if bound && !env.EarlierBoot {
 		scanned, cancel := steps.WithTimeout(ctx, steps.ScanTime, steps.AnswerTime)
 		defer cancel()
 		p.opts.Rescan(scanned) // a claim that waits for the GPU would not find it

@@ -82,7 +82,7 @@ func (l *Loop) Lent(s inventory.Snapshot) []device.GPU {
 }
 
 // lent returns the addresses of the GPUs that claims have for virtual machines, or had until less
-// than returnGrace ago if s does not list them yet. If the records cannot be read, those of the
+// than returnGrace ago if no scan has found them since. If the records cannot be read, those of the
 // last read count.
 func (l *Loop) lent(s inventory.Snapshot) map[device.PCIAddress]bool {
 	entries, err := l.opts.Records.List()
@@ -99,7 +99,7 @@ func (l *Loop) lent(s inventory.Snapshot) map[device.PCIAddress]bool {
 	}
 	maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return err == nil && now.Sub(last) >= returnGrace })
 	for address := range l.lastLent {
-		if err != nil || !lists(s, address) {
+		if err != nil || !s.Ready || s.Failure != "" || !lists(s, address) {
 			lent[address] = true
 		}
 	}

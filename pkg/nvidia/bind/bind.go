@@ -245,7 +245,7 @@ func (e *Error) Error() string {
 		names[i] = p.String()
 	}
 	if !slices.ContainsFunc(e.Users, func(p nvidia.Process) bool { return !p.Plugin }) {
-		return text + ": this plugin scans it, or another instance watches it until the plugin's update ends, " + strings.Join(names, ", ")
+		return text + ": only this plugin has it open, for a scan or until its update ends: the kubelet retries: " + strings.Join(names, ", ")
 	}
 	return text + ": end " + strings.Join(names, ", ")
 }

@@ -15,7 +15,7 @@ func TestErrorSaysThatAnotherInstanceHasTheGPU(t *testing.T) {
 		users []nvidia.Process
 		want  string
 	}{
-		{[]nvidia.Process{instance}, "this plugin scans it, or another instance watches it until the plugin's update ends, "},
+		{[]nvidia.Process{instance}, "only this plugin has it open, for a scan or until its update ends: the kubelet retries: "},
 		{[]nvidia.Process{instance, other}, ": end "},
 		{[]nvidia.Process{other}, ": end python (process 77)"},
 	} {

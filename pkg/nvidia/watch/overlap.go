@@ -18,29 +18,27 @@ const (
 
 // overlap drops events that both the old watcher process and its replacement received. It keeps an
 // event that only one of them received, unless the other one received an equal event while both
-// ran. It also drops answers of the replacement that are older than those of the old process.
+// ran.
 type overlap struct {
-	heard    map[string]int             // events that the old process received. Nil if there is no overlap
-	answered map[device.PCIAddress]bool // cards of which the old process sent an answer
-	until    time.Time                  // when the old process ended, zero before that
+	heard map[string]int // events that the old process received
+	until time.Time      // when the old process ended, zero before that
 }
 
-func newOverlap() overlap {
-	return overlap{heard: map[string]int{}, answered: map[device.PCIAddress]bool{}}
-}
+// lastAnswers has the last good answer of each card: when it was complete, and when it was emitted.
+type lastAnswers map[device.PCIAddress]struct{ at, emitted time.Time }
 
-// outdated reports whether the old process may have sent a newer answer of the card than c. Next to
-// that one the counters in c would look as if a reset had set them back.
-func (o *overlap) outdated(c device.Condition) bool {
-	if o.heard == nil || c.Reach != device.ReachOK {
-		return false
-	}
-	if o.until.IsZero() {
-		o.answered[c.Card.PCIAddress] = true
-		return false
-	}
+// overtaken reports whether another process has asked the card later than c did, and its answer was
+// emitted before. Next to that one, the counters in c would look as if a reset had set them back.
+func (a lastAnswers) overtaken(c device.Condition) bool {
+	last, known := a[c.Card.PCIAddress]
 	// A clock that is set back must not hide a card for long.
-	return o.answered[c.Card.PCIAddress] && c.At.Before(o.until) && time.Since(o.until) < replaceLimit
+	if known && c.At.Add(-max(c.Took, 0)).Before(last.at) && time.Since(last.emitted) < replaceLimit {
+		return true
+	}
+	if c.Reach == device.ReachOK {
+		a[c.Card.PCIAddress] = struct{ at, emitted time.Time }{c.At, time.Now()}
+	}
+	return false
 }
 
 // repeated subtracts from the count of e the equal events that the old process already emitted. If

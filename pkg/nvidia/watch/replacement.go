@@ -70,7 +70,7 @@ func (w *watcher) startReplacement(ctx context.Context) starting {
 		ready <- replacement{err: stuckError(n)}
 		return next
 	}
-	w.overlap = newOverlap()
+	w.overlap = overlap{heard: map[string]int{}}
 	r := replacement{epoch: host.DriverLoad(w.options.Paths)}
 	if r.child, r.err = w.start(); r.err != nil {
 		ready <- r

@@ -135,11 +135,11 @@ func (w *watcher) forgetEnded() {
 }
 
 // forward emits a signal of a child process, except for an event that an earlier child already
-// reported, and an answer that is older than that child's. It adds what the child does not know,
+// reported, and a condition that its answer has overtaken. It adds what the child does not know,
 // such as a lost card's UUID.
 func (w *watcher) forward(s device.Signal, epoch string) {
 	if c := s.Condition; c != nil {
-		if w.overlap.outdated(*c) {
+		if w.answered.overtaken(*c) {
 			return
 		}
 		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {

@@ -92,6 +92,7 @@ type watcher struct {
 	excluded *exclusion.Set
 	places   *placeResolver
 	overlap  overlap
+	answered lastAnswers
 
 	// only is the card of a watcher for a single card. It is empty for the watcher of all other
 	// cards.
@@ -110,7 +111,7 @@ func newWatcher(o Options, emit func(device.Signal)) *watcher {
 	if o.Interval <= 0 {
 		o.Interval = DefaultInterval
 	}
-	w := &watcher{options: o, wedged: nvmlx.CallLimit, uuids: map[device.PCIAddress]string{}}
+	w := &watcher{options: o, wedged: nvmlx.CallLimit, uuids: map[device.PCIAddress]string{}, answered: lastAnswers{}}
 	w.emit = func(s device.Signal) {
 		w.emitting.Lock()
 		defer w.emitting.Unlock()
