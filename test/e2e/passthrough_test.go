@@ -61,9 +61,10 @@ func TestPassthroughWithoutDriver(t *testing.T) {
 	w.nvmlsim(t, h100, "vfio", "load")
 	before := w.pciFunctions(t)
 	w.install(t, "--set", "passthrough.enabled=true")
-	if devices := w.devices(t, h100); len(devices) != 8 {
-		t.Errorf("the node offers %d devices, want 8", len(devices))
-	}
+	eventually(t, 30*time.Second, "the node offers 8 devices", func() (bool, string) {
+		devices := w.devices(t, h100)
+		return len(devices) == 8, fmt.Sprint(len(devices))
+	})
 	u := w.tenant(t)
 	u.template("vm", device("vfio.gpu.nvidia.com", "0000:1b:00.0", ""))
 	u.pod("vm", onNode(h100), fromTemplate("gpu", "vm"), container("main", "gpu"), lasting)
