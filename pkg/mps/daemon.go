@@ -34,6 +34,9 @@ const maxMemory = 1 << 40
 // MIG devices each are half of it.
 const maxDevices = 256
 
+// maxUUID is the longest accepted UUID of a device. NVML's have up to about 50 characters.
+const maxUUID = 84
+
 var (
 	// validID makes an ID a file name that needs no quoting and cannot lead out of its directory.
 	// Lengths are checked apart: a regular expression with a counted repetition takes 50 KB of memory.
@@ -56,7 +59,7 @@ func (d Daemon) Validate() error {
 		return fmt.Errorf("MPS daemon %s has %d devices: at most %d are possible", d.ID, len(d.Devices), maxDevices)
 	}
 	for i, uuid := range d.Devices {
-		if len(uuid) > 84 || !validDevice.MatchString(uuid) {
+		if len(uuid) > maxUUID || !validDevice.MatchString(uuid) {
 			return fmt.Errorf("MPS daemon %s: device %d: %.100q is not the UUID of a GPU or a MIG device", d.ID, i, uuid)
 		}
 		if slices.Contains(d.Devices[:i], uuid) {

@@ -32,11 +32,13 @@ func (h Holders) Run(ctx context.Context) {
 	tick := time.NewTicker(holdersInterval)
 	defer tick.Stop()
 	for {
-		looked := make(chan func(), 1)
+		looked := make(chan map[device.PCIAddress]string, 1)
 		go func() { looked <- h.look(ctx) }() // it may hang with a process that hangs in the kernel
 		select {
-		case apply := <-looked:
-			apply()
+		case held := <-looked:
+			if held != nil {
+				h.Node.setHeld(ctx, held)
+			}
 		case <-ctx.Done():
 			return
 		}
@@ -48,25 +50,26 @@ func (h Holders) Run(ctx context.Context) {
 	}
 }
 
-// look finds the held GPUs. It returns a function that makes them known to the node view.
-func (h Holders) look(ctx context.Context) func() {
+// look returns the held GPUs with the processes that hold them, or nil if it cannot find out.
+func (h Holders) look(ctx context.Context) map[device.PCIAddress]string {
 	held, candidates := map[device.PCIAddress]string{}, map[int]device.PCIAddress{}
 	for _, g := range h.Node.offeredToMachines() {
 		used, err := h.InUse(g.WholeName())
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Failed to look for processes that have a GPU open", "gpu", g.WholeName())
-			return func() {}
+			return nil
 		}
 		if !used {
 			candidates[g.Minor] = g.PCIAddress
 		}
 	}
-	if len(candidates) > 0 {
-		for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
-			held[candidates[minor]] = fmt.Sprint(processes)
-		}
+	if len(candidates) == 0 {
+		return held
 	}
-	return func() { h.Node.setHeld(ctx, held) }
+	for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
+		held[candidates[minor]] = fmt.Sprint(processes)
+	}
+	return held
 }
 
 // offeredToMachines returns the GPUs that NVIDIA's driver has and that virtual machines may get.
