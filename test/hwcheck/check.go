@@ -142,7 +142,8 @@ func (s *visit) inventory(ctx context.Context, root, format string) outcome {
 
 // findDriver chooses the driver root whose CDI specs have the most mounts, and returns these specs.
 // If no root gives specs, it chooses the first with the NVML library. From / the plugin can find a
-// library below /usr/local/nvidia, for example, but not the nvidia-smi next to it.
+// library below /usr/local/nvidia, for example, but not the nvidia-smi next to it, or only a script
+// that starts it. A root with such a script comes last.
 func (s *visit) findDriver(ctx context.Context, places []place, empty []string) string {
 	const name = "a driver is found"
 	if len(places) == 0 {
@@ -163,6 +164,10 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 		}
 		mounts := strings.Count(result.stdout, `"containerPath"`)
 		passed[i] = fmt.Sprintf("%s: the CDI specs from there have %d mounts", p.root, mounts)
+		if script := scriptBelow(p.root); script != "" {
+			passed[i] += ", one of them the script " + script + ", which cannot run in a container"
+			mounts = 0
+		}
 		if mounts > most {
 			specs, chosen, most = result.stdout, i, mounts
 		}

@@ -52,7 +52,7 @@ func (s *visit) checkGetters(ctx context.Context) {
 	}
 	var refused []string
 	for _, question := range slices.Sorted(maps.Keys(found.Privileged)) {
-		if answer := found.Privileged[question]; answer.Error != "" && answer.Error != facts.NotThere && answer.Error != facts.NoFunction {
+		if answer := found.Privileged[question]; answer.Refused() {
 			refused = append(refused, question+": "+answer.Error)
 		}
 	}

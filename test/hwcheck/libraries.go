@@ -4,6 +4,8 @@ import (
 	"debug/elf"
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -33,11 +35,8 @@ func (s *visit) checkLibraries() {
 	paths := driverLibraries(driver)
 	driver.Simulated = exports(paths[len(paths)-1], simulatedSymbol)
 	for _, program := range driverPrograms {
-		for _, folder := range programFolders {
-			if path := filepath.Join(driver.Root, folder, program); exists(path) {
-				paths = append(paths, path)
-				break
-			}
+		if path := programBelow(driver.Root, program); path != "" {
+			paths = append(paths, path)
 		}
 	}
 	found, err := s.readLibraries(paths)
@@ -58,6 +57,39 @@ func (s *visit) checkLibraries() {
 	}
 	s.add(name, facts.Agreed, "%s is glibc %s; %d files of the driver need at most %s (%s)",
 		found.CLibrary, found.GLIBC, len(found.Files), orNone(needed), orNone(file))
+}
+
+// programBelow returns the path of a driver's program below a driver root, or nothing.
+func programBelow(root, program string) string {
+	for _, folder := range programFolders {
+		if path := filepath.Join(root, folder, program); exists(path) {
+			return path
+		}
+	}
+	return ""
+}
+
+// scriptBelow returns the path of a program of the driver below root that is a script, or nothing.
+// A container has neither the script's interpreter nor the files that it starts.
+func scriptBelow(root string) string {
+	for _, program := range driverPrograms {
+		path := programBelow(root, program)
+		if start, err := readStart(path, 2); err == nil && string(start) == "#!" {
+			return path
+		}
+	}
+	return ""
+}
+
+func readStart(path string, size int) ([]byte, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = file.Close() }()
+	start := make([]byte, size)
+	_, err = io.ReadFull(file, start)
+	return start, err
 }
 
 // driverLibraries returns the paths of NVML and, if the driver is installed with it, of libcuda.

@@ -44,6 +44,10 @@ const (
 // whole machine, for configuration and monitoring.
 var instanceNode = regexp.MustCompile(`^nvidia-caps/nvidia-cap([3-9]|[0-9]{2,})$`)
 
+// childMark is the variable by which the plugin knows its own processes. Without it the inventory
+// would list the watcher among the processes that have the GPU open.
+const childMark = "GPU_DRA_DRIVER_CHILD=1"
+
 // watchOrder is what the plugin's command watch reads as its first line. The plugin's own type
 // would make this program three times as large.
 type watchOrder struct {
@@ -120,8 +124,9 @@ func (s *visit) startWatcher(ctx context.Context) (*watcherProcess, error) {
 	if err != nil {
 		return nil, err
 	}
+	argv := append([]string{s.programs.self, stageWithoutCapabilities, s.programs.path(plugin)}, args...)
 	w := &watcherProcess{
-		cmd:     command{argv: append([]string{s.programs.self, stageWithoutCapabilities, s.programs.path(plugin)}, args...)}.build(ctx),
+		cmd:     command{argv: argv, env: []string{childMark}}.build(ctx),
 		changed: make(chan struct{}, 1), answered: map[string]bool{}, silent: map[string]string{},
 	}
 	w.cmd.Stderr = &w.stderr

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"slices"
 )
 
 // Report has the results of one run on one machine.
@@ -138,8 +139,7 @@ type Difference struct {
 // address, or with "machine".
 type Answers map[string]Answer
 
-// Answer is a value, or the reason why there is none: NotThere, NoFunction, NoPermission or
-// NVML's text.
+// Answer is a value, or the reason why there is none: one of the constants below, or NVML's text.
 type Answer struct {
 	Value string `json:"value,omitempty"`
 	Error string `json:"error,omitempty"`
@@ -152,12 +152,20 @@ func (a Answer) String() string {
 	return a.Value
 }
 
-// These are the reasons for which a getter has no value. The first two are no fault.
+// These are the reasons for which a getter has no value. Only the last is a fault: the others say
+// that this GPU or driver does not have something.
 const (
-	NotThere     = "not there"
-	NoFunction   = "no such function in this driver"
-	NoPermission = "no permission"
+	NotSupported    = "not supported"
+	NotFound        = "not found"
+	InvalidArgument = "invalid argument"
+	NoFunction      = "no such function in this driver"
+	NoPermission    = "no permission"
 )
+
+// Refused reports whether NVML did not answer, although this GPU and driver have what was asked.
+func (a Answer) Refused() bool {
+	return a.Error != "" && !slices.Contains([]string{NotSupported, NotFound, InvalidArgument, NoFunction}, a.Error)
+}
 
 // Getters has the getters' answers to a process with CAP_SYS_ADMIN, and to one without any
 // capability. Privileged is nil if hwcheck itself lacks that capability.

@@ -24,13 +24,27 @@ type DeviceGetters interface {
 	GetEccMode() (nvml.EnableState, nvml.EnableState, nvml.Return)
 	GetMemoryInfo() (nvml.Memory, nvml.Return)
 	GetPersistenceMode() (nvml.EnableState, nvml.Return)
+	GetComputeMode() (nvml.ComputeMode, nvml.Return)
+	GetVirtualizationMode() (nvml.GpuVirtualizationMode, nvml.Return)
+	GetMaxMigDeviceCount() (int, nvml.Return)
+	GetMigDeviceHandleByIndex(int) (nvml.Device, nvml.Return)
+	GetGpuInstanceById(int) (nvml.GpuInstance, nvml.Return)
+	GetGpuInstances(*nvml.GpuInstanceProfileInfo) ([]nvml.GpuInstance, nvml.Return)
+	GetGpuInstanceProfileInfoV(int) nvml.GpuInstanceProfileInfoHandler
+	GetRetiredPagesPendingStatus() (nvml.EnableState, nvml.Return)
+	GetTotalEnergyConsumption() (uint64, nvml.Return)
+	GetTotalEccErrors(nvml.MemoryErrorType, nvml.EccCounterType) (uint64, nvml.Return)
 }
 
 // SystemGetters is the closed list of the functions of the whole machine.
 type SystemGetters interface {
 	SystemGetConfComputeState() (nvml.ConfComputeSystemState, nvml.Return)
 	SystemGetConfComputeGpusReadyState() (uint32, nvml.Return)
+	DeviceGetHandleByPciBusId(string) (nvml.Device, nvml.Return)
 }
+
+// noGPU is a PCI address without a GPU.
+const noGPU = "0000:FF:1F.0"
 
 // profileValues is the number of NVML profile values to ask for. It is more than the header names,
 // because a newer driver may know more.
@@ -60,6 +74,10 @@ func AskSystem(system SystemGetters, has func(string) bool, answers facts.Answer
 		{"ready state", "nvmlSystemGetConfComputeGpusReadyState", func() (string, nvml.Return) {
 			ready, ret := system.SystemGetConfComputeGpusReadyState()
 			return fmt.Sprint(ready), ret
+		}},
+		{"a PCI address without a GPU", "nvmlDeviceGetHandleByPciBusId_v2", func() (string, nvml.Return) {
+			_, ret := system.DeviceGetHandleByPciBusId(noGPU)
+			return "a handle", ret
 		}},
 	} {
 		record(answers, "machine: "+q.name, q.function, has, q.ask)
@@ -113,6 +131,74 @@ func AskDevice(device DeviceGetters, has func(string) bool, answers facts.Answer
 		mode, ret := device.GetPersistenceMode()
 		return fmt.Sprint(mode), ret
 	})
+	add("compute mode", "nvmlDeviceGetComputeMode", func() (string, nvml.Return) {
+		mode, ret := device.GetComputeMode()
+		return fmt.Sprint(mode), ret
+	})
+	add("virtualization mode", "nvmlDeviceGetVirtualizationMode", func() (string, nvml.Return) {
+		mode, ret := device.GetVirtualizationMode()
+		return fmt.Sprint(mode), ret
+	})
+	askHealth(device, add)
+	askInstances(device, add)
+}
+
+// askHealth asks for the counters that health checks compare. Their values differ between two
+// readings, so the answer is only whether there is one.
+func askHealth(device DeviceGetters, add func(question, function string, ask func() (string, nvml.Return))) {
+	add("energy consumption", "nvmlDeviceGetTotalEnergyConsumption", func() (string, nvml.Return) {
+		_, ret := device.GetTotalEnergyConsumption()
+		return counted, ret
+	})
+	add("retired pages pending", "nvmlDeviceGetRetiredPagesPendingStatus", func() (string, nvml.Return) {
+		pending, ret := device.GetRetiredPagesPendingStatus()
+		return fmt.Sprint(pending), ret
+	})
+	for _, counter := range []struct {
+		name string
+		kind nvml.EccCounterType
+	}{{"volatile", nvml.VOLATILE_ECC}, {"aggregate", nvml.AGGREGATE_ECC}} {
+		add("uncorrected ECC errors, "+counter.name, "nvmlDeviceGetTotalEccErrors", func() (string, nvml.Return) {
+			_, ret := device.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, counter.kind)
+			return counted, ret
+		})
+	}
+}
+
+// counted is the answer that a counter has a value.
+const counted = "a number"
+
+// askInstances asks for MIG devices and instances, which most GPUs do not have while MIG mode is
+// off. The answer shows with which error NVML says so.
+func askInstances(device DeviceGetters, add func(question, function string, ask func() (string, nvml.Return))) {
+	add("most MIG devices", "nvmlDeviceGetMaxMigDeviceCount", func() (string, nvml.Return) {
+		count, ret := device.GetMaxMigDeviceCount()
+		return fmt.Sprint(count), ret
+	})
+	add("MIG device 0", "nvmlDeviceGetMigDeviceHandleByIndex", func() (string, nvml.Return) {
+		_, ret := device.GetMigDeviceHandleByIndex(0)
+		return "a handle", ret
+	})
+	add("GPU instance 0", "nvmlDeviceGetGpuInstanceById", func() (string, nvml.Return) {
+		_, ret := device.GetGpuInstanceById(0)
+		return "a handle", ret
+	})
+	info, ret := device.GetGpuInstanceProfileInfo(0)
+	if ret != nvml.SUCCESS {
+		return
+	}
+	add("GPU instances of profile 0", "nvmlDeviceGetGpuInstances", func() (string, nvml.Return) {
+		instances, ret := device.GetGpuInstances(&info)
+		return fmt.Sprint(len(instances)), ret
+	})
+	add("name of profile 0, version 2", "nvmlDeviceGetGpuInstanceProfileInfoV", func() (string, nvml.Return) {
+		named, ret := device.GetGpuInstanceProfileInfoV(0).V2()
+		return fmt.Sprintf("%q", text(named.Name[:])), ret
+	})
+	add("name of profile 0, version 3", "nvmlDeviceGetGpuInstanceProfileInfoV", func() (string, nvml.Return) {
+		named, ret := device.GetGpuInstanceProfileInfoV(0).V3()
+		return fmt.Sprintf("%q", text(named.Name[:])), ret
+	})
 }
 
 // askProfile asks for one GPU instance profile and, if it exists, for its placements. NVML may
@@ -156,8 +242,12 @@ func record(answers facts.Answers, question, function string, has func(string) b
 // have something, and NVML's text for all others.
 func errorName(ret nvml.Return) string {
 	switch ret {
-	case nvml.ERROR_NOT_SUPPORTED, nvml.ERROR_NOT_FOUND, nvml.ERROR_INVALID_ARGUMENT:
-		return facts.NotThere
+	case nvml.ERROR_NOT_SUPPORTED:
+		return facts.NotSupported
+	case nvml.ERROR_NOT_FOUND:
+		return facts.NotFound
+	case nvml.ERROR_INVALID_ARGUMENT:
+		return facts.InvalidArgument
 	case nvml.ERROR_NO_PERMISSION:
 		return facts.NoPermission
 	default:
