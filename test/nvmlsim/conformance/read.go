@@ -171,7 +171,9 @@ func (c *comparison) profile(device Reader, want model.Profile, value int, info 
 	c.equal(at("name"), want.Name, text(named.Name[:]), ret)
 	c.equal(at("id (version 2)"), want.ID, named.Id, ret)
 	latest, ret := device.GetGpuInstanceProfileInfoV(value).V3()
-	c.equal(at("name (version 3)"), want.Name, text(latest.Name[:]), ret)
+	if name := text(latest.Name[:]); name != "" { // driver 580.159.04 leaves it empty
+		c.equal(at("name (version 3)"), want.Name, name, ret)
+	}
 	c.equal(at("memoryMiB (version 3)"), want.MemoryMiB, latest.MemorySizeMB, ret)
 
 	placements, ret := device.GetGpuInstancePossiblePlacements(&info)

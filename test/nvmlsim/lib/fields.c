@@ -64,6 +64,7 @@ static nvmlReturn_t read_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t *
     const struct nvmlsim_model *model = sim_model(gpu);
     switch (value->fieldId) {
     case NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED: return as_uint(value, model->mig_supported ? !model->mig_needs_reset : NVMLSIM_ABSENT);
+    case NVML_FI_DEV_IS_MIG_MODE_INDEPENDENT_MIG_QUERY_CAPABLE: return as_uint(value, model->mig_supported ? 1 : NVMLSIM_ABSENT);
     case NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: return recovery_field(gpu, value);
     case NVML_FI_DEV_POWER_AVERAGE:
     case NVML_FI_DEV_POWER_INSTANT: return as_uint(value, model->power_idle_mw);

@@ -14,14 +14,27 @@ static const struct nvmlsim_profile *profile_by_enum(const struct nvmlsim_model 
     return NULL;
 }
 
+/*
+ * A number that the driver's version does not know is an invalid argument. The header of 595 names
+ * 18 profiles, and driver 580.159.04 knows the first 17 (test/hardware).
+ */
+static nvmlReturn_t find_profile(const struct nvmlsim_gpu *gpu, unsigned int nvml_profile, const struct nvmlsim_profile **found)
+{
+    *found = profile_by_enum(sim_model(gpu), nvml_profile);
+    if (*found)
+        return NVML_SUCCESS;
+    return nvml_profile > NVML_GPU_INSTANCE_PROFILE_2_SLICE_ALL_ME ? NVML_ERROR_INVALID_ARGUMENT : NVML_ERROR_NOT_SUPPORTED;
+}
+
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfo(nvmlDevice_t device, unsigned int profile,
                                                              nvmlGpuInstanceProfileInfo_t *info)
 {
     ENTER_GPU(device);
-    REQUIRE(info && profile < NVML_GPU_INSTANCE_PROFILE_COUNT);
-    const struct nvmlsim_profile *found = profile_by_enum(sim_model(gpu), profile);
-    if (!found)
-        return NVML_ERROR_NOT_SUPPORTED;
+    REQUIRE(info);
+    const struct nvmlsim_profile *found;
+    nvmlReturn_t result = find_profile(gpu, profile, &found);
+    if (result != NVML_SUCCESS)
+        return result;
     memset(info, 0, sizeof *info);
     info->id = found->id;
     info->isP2pSupported = found->p2p;
@@ -66,20 +79,21 @@ static void fill_v3(const struct nvmlsim_profile *from, nvmlGpuInstanceProfileIn
     info->ofaCount = from->ofa_engines;
     info->memorySizeMB = from->memory_mib;
     info->capabilities = from->p2p ? NVML_GPU_INSTANCE_PROFILE_CAPS_P2P : 0;
-    sim_copy_string(info->name, sizeof info->name, from->name);
+    sim_copy_string(info->name, sizeof info->name, ""); /* as driver 580.159.04 leaves it (test/hardware) */
 }
 
 NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuInstanceProfileInfoV(nvmlDevice_t device, unsigned int profile,
                                                               nvmlGpuInstanceProfileInfo_v2_t *info)
 {
     ENTER_GPU(device);
-    REQUIRE(info && profile < NVML_GPU_INSTANCE_PROFILE_COUNT);
+    REQUIRE(info);
     unsigned int version = info->version;
     if (version != nvmlGpuInstanceProfileInfo_v2 && version != nvmlGpuInstanceProfileInfo_v3)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
-    const struct nvmlsim_profile *found = profile_by_enum(sim_model(gpu), profile);
-    if (!found)
-        return NVML_ERROR_NOT_SUPPORTED;
+    const struct nvmlsim_profile *found;
+    nvmlReturn_t result = find_profile(gpu, profile, &found);
+    if (result != NVML_SUCCESS)
+        return result;
     if (version == nvmlGpuInstanceProfileInfo_v2)
         fill_v2(found, info);
     else
