@@ -109,8 +109,6 @@ func bringUp(t *testing.T, name string, nodes ...cluster.NodeOptions) *world {
 // versions, as in cluster.Options.
 func bringUpWith(t *testing.T, options cluster.Options) *world {
 	t.Helper()
-	name := options.Name
-	options.Output = os.Stderr
 	options.Kubernetes, options.Containerd = os.Getenv("E2E_KUBERNETES"), os.Getenv("E2E_CONTAINERD")
 	needsRelease(t, options.Kubernetes)
 	if options.RestartPause == 0 {
@@ -118,7 +116,18 @@ func bringUpWith(t *testing.T, options cluster.Options) *world {
 	}
 	sim := simulator(t)
 	b, _ := built()
-	archive, err := clusterharness.BuildImage(t.Context(), b.root, os.Stderr)
+	w := bringUpPlain(t, b.root, options)
+	w.sim = sim
+	return w
+}
+
+// bringUpPlain starts a cluster and loads the production image. It uses no simulator. root is the
+// checkout.
+func bringUpPlain(t *testing.T, root string, options cluster.Options) *world {
+	t.Helper()
+	name := options.Name
+	options.Output = os.Stderr
+	archive, err := clusterharness.BuildImage(t.Context(), root, os.Stderr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,7 +135,7 @@ func bringUpWith(t *testing.T, options cluster.Options) *world {
 		t.Fatal(err)
 	}
 	c, err := cluster.Up(t.Context(), options)
-	w := &world{Cluster: c, root: b.root, sim: sim}
+	w := &world{Cluster: c, root: root}
 	t.Cleanup(func() { w.takeDown(t, name) })
 	if err != nil {
 		t.Fatal(err)

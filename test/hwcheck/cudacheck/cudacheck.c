@@ -8,6 +8,9 @@
  * compute mode. It leaves files in /tmp and maybe a daemon, so it starts one only as the first
  * process of a container, with whose end the kernel kills the others.
  *
+ * With the argument fault it writes to an address that it does not have, which NVML reports as XID
+ * 31. hwcheck never passes this argument: the end-to-end test does.
+ *
  * The exit code is 0 if the line was printed, even if a call of CUDA or NVML failed.
  */
 #define _GNU_SOURCE
@@ -89,7 +92,8 @@ static void format_uuid(const unsigned char *b)
 
 #define FAIL print_result
 
-static int compute(void)
+/* Computes the values. With faulty it lets the kernel write to an address that the process does not have. */
+static int compute(bool faulty)
 {
     /* The driver would write the compiled kernel to the home directory. */
     setenv("CUDA_CACHE_DISABLE", "1", 1);
@@ -126,7 +130,8 @@ static int compute(void)
     CALL(cuMemAlloc_v2, &values, sizeof computed);
 
     void *module, *function;
-    void *parameters[] = {&values};
+    unsigned long long nowhere = 1ULL << 40;
+    void *parameters[] = {faulty ? &nowhere : &values};
     CUDA(cuModuleLoadData, void **, const void *);
     CALL(cuModuleLoadData, &module, kernel);
     CUDA(cuModuleGetFunction, void **, void *, const char *);
@@ -409,5 +414,7 @@ static int mps(void)
 
 int main(int argc, char **argv)
 {
-    return argc == 2 && strcmp(argv[1], "mps") == 0 ? mps() : compute();
+    if (argc == 2 && strcmp(argv[1], "mps") == 0)
+        return mps();
+    return compute(argc == 2 && strcmp(argv[1], "fault") == 0);
 }

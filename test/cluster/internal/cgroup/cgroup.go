@@ -107,6 +107,9 @@ func create(dir string) error {
 		return fmt.Errorf("create cgroup: %w (root rights and a writable %s are needed)", err, Root)
 	}
 	if Unified() {
+		if dir == Root {
+			return nil // it has no parent
+		}
 		return delegate(filepath.Dir(dir))
 	}
 	// A new cpuset is empty, and refuses processes until it has CPUs and memory nodes.
