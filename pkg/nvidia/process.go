@@ -8,7 +8,7 @@ import (
 // GPUs. A process's name proves nothing: the plugin of NVIDIA's DRA driver has the same one.
 const ChildMark = "GPU_DRA_DRIVER_CHILD=1"
 
-// Process is a process that has a GPU open, as NVML or /proc shows.
+// Process is a process that has a GPU open, as /proc shows.
 type Process struct {
 	PID  uint32 `json:"pid"`
 	Name string `json:"name,omitempty"`

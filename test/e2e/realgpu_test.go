@@ -213,6 +213,15 @@ func (g realGPUs) testComputes(t *testing.T) {
 	u.sees("user", "", u.allocated("user", "gpu"))
 	t.Log(u.sh("user", "", "nvidia-smi; ls -l /dev/nvidia*"))
 	g.computes(u, "user")
+	// As root with the right to create device nodes, nvidia-smi has created that for MIG configuration.
+	// The device cgroup must not let the container open it.
+	const configuration = "/dev/nvidia-caps/nvidia-cap1"
+	line := "test ! -e " + configuration + " || cat " + configuration
+	if out, err := u.exec(t, u.namespace, "user", "", "sh", "-c", line); err != nil && !strings.Contains(out, "Operation not permitted") {
+		t.Errorf("%s in the container: %v\n%s", configuration, err, out)
+	} else if err == nil {
+		t.Logf("%s is not in the container", configuration)
+	}
 }
 
 func (g realGPUs) testStranger(t *testing.T) {
@@ -318,10 +327,14 @@ func (g realGPUs) testReleased(t *testing.T) {
 }
 
 func (g realGPUs) testUninstalled(t *testing.T) {
-	metrics := g.metrics(t)
-	t.Log(lines(metrics, "gpu_dra_request_duration_seconds"))
-	if err := os.WriteFile(filepath.Join(g.host.programs, "metrics.txt"), []byte(metrics), 0o644); err != nil {
+	log, err := g.Kubectl(t.Context(), "-n", clusterharness.Namespace, "logs", "--selector", "app.kubernetes.io/component=kubelet-plugin", "--tail=-1")
+	if err != nil {
 		t.Error(err)
+	}
+	for name, text := range map[string]string{"metrics.txt": g.metrics(t), "plugin.log": log} {
+		if err := os.WriteFile(filepath.Join(g.host.programs, name), []byte(text), 0o644); err != nil { //nolint:gosec // for a reader
+			t.Error(err)
+		}
 	}
 	g.clean(t, realNode)
 	if out, err := g.uninstall(t); err != nil {

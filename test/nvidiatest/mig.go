@@ -24,7 +24,6 @@ type MIG struct {
 	Misplaces      bool // creates instances at a wrong placement
 	NoCapabilities bool // creates no capability files
 	Profiles       []Profile
-	Processes      []nvml.ProcessInfo
 
 	mu        sync.Mutex
 	Instances map[uint32]*Instance
@@ -203,9 +202,6 @@ func (f *MIG) install(d *mock.Device) {
 			return nil, nvml.ERROR_NOT_FOUND
 		})
 	}
-	running := func() ([]nvml.ProcessInfo, nvml.Return) { return f.Processes, nvml.SUCCESS }
-	none := func() ([]nvml.ProcessInfo, nvml.Return) { return nil, nvml.ERROR_NOT_SUPPORTED }
-	d.GetComputeRunningProcessesFunc, d.GetGraphicsRunningProcessesFunc, d.GetMPSComputeRunningProcessesFunc = running, running, none
 }
 
 func (f *MIG) profile(id uint32) Profile {

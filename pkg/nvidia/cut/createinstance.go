@@ -15,8 +15,7 @@ import (
 // createInstance creates a GPU instance at exactly the requested placement. The driver may refuse
 // the first GPU instance while its internal channels and profilers still use the GPU.
 func (c partitioner) createInstance(r request) (*device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
-	return in, c.nameUsers(r, err)
+	return retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
 }
 
 func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
@@ -27,7 +26,7 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 	handle, ret := card.CreateGpuInstanceWithPlacement(
 		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.inUseRefusal(r, card, ret)
+		return nil, c.creationRefusal(r, card, ret)
 	}
 	if ret != nvml.SUCCESS {
 		return nil, c.explain(r, nvmlx.ToError(ret))
@@ -43,6 +42,14 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 		return nil, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
 	}
 	return &made, nil
+}
+
+// creationRefusal returns the error for an instance that the driver refuses because the card is in
+// use. It is transient whoever has the card open, because the driver's own use ends soon.
+func (c partitioner) creationRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
+	refusal := c.inUseRefusal(r, card, ret)
+	refusal.transient = true
+	return refusal
 }
 
 // openWithMinor returns the card's NVML handle and the N of its device node nvidiaN.
@@ -70,8 +77,7 @@ func undoneNote(ret nvml.Return) string {
 
 // createCompute creates one compute instance that fills the GPU instance named by r.
 func (c partitioner) createCompute(r request) (*device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
-	return in, c.nameUsers(r, err)
+	return retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
 }
 
 func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
@@ -96,7 +102,7 @@ func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
 	}
 	handle, ret := parent.CreateComputeInstance(&whole)
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.inUseRefusal(r, card, ret)
+		return nil, c.creationRefusal(r, card, ret)
 	}
 	if ret != nvml.SUCCESS {
 		return nil, c.explain(r, nvmlx.ToError(ret))

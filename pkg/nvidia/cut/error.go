@@ -23,9 +23,6 @@ type Error struct {
 	cause error
 	// transient says that a retry is likely to succeed.
 	transient bool
-	// inUse says that the operation failed because the card is in use, so Processes should be
-	// filled with the processes that have the card open.
-	inUse bool
 }
 
 // namedProcesses is how many processes an error message names at most.

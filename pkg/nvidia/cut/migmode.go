@@ -9,32 +9,18 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
 
 // setMode changes the MIG mode of a card. If the mode is already the requested one, or if r.Watched
 // is set, it changes nothing and returns the card's state.
 func (c partitioner) setMode(r request) (*device.CardState, error) {
-	s, err := retryTransient(r.Patience, func() (*device.CardState, error) { return c.trySetMode(r) })
-	return s, c.nameUsers(r, err)
+	return retryTransient(r.Patience, func() (*device.CardState, error) { return c.trySetMode(r) })
 }
 
-// nameUsers adds the processes that have the card open to err if err says that the card is in use.
-// Other errors stay as they are. setMode calls it after the last attempt only, because it reads all
-// of /proc.
-func (c partitioner) nameUsers(r request, err error) error {
-	var refusal *Error
-	if errors.As(err, &refusal) && refusal.inUse {
-		if card, failure := c.open(r); failure == nil {
-			refusal.Processes = c.usersOf(card, nil)
-		}
-	}
-	return err
-}
-
-// transientLimit bounds the retries while a GPU is in use although no process computes on it. For
-// example, the worker of another GPU may have every GPU open, until idleLimit after its last
-// answer.
+// transientLimit bounds the retries of a call that is likely to succeed soon. For example, the
+// worker of another GPU may have every GPU open, until idleLimit after its last answer.
 const transientLimit = 10 * time.Second
 
 // retryFor returns how long the worker may retry an operation. The retries end before ctx does, so
@@ -47,9 +33,7 @@ func retryFor(ctx context.Context) time.Duration {
 	return min(transientLimit, time.Until(end)-2*lastPause)
 }
 
-// retryTransient calls try again while it fails because the GPU is in use although no process
-// computes on it, until limit has passed. A process that only reads, such as the plugin's scan,
-// ends soon.
+// retryTransient calls try again while its error is transient, until limit has passed.
 func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error) {
 	began := time.Now()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
@@ -124,18 +108,19 @@ func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *
 		if there := c.countInstances(card); there > 0 {
 			return r.fail(device.FailureInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
-		return c.inUseRefusal(r, card, ret)
+		refusal := c.inUseRefusal(r, card, ret)
+		// The plugin's own processes, a scan for example, close the GPU soon.
+		refusal.transient = len(host.Foreign(refusal.Processes)) == 0
+		return refusal
 	default:
 		return c.explain(r, nvmlx.ToError(ret))
 	}
 }
 
-// inUseRefusal returns the error for a card that is in use. It does not contain the processes that
-// use the card: [partitioner.nameUsers] adds them after the last attempt.
+// inUseRefusal returns the error for a card that is in use.
 func (c partitioner) inUseRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
 	refusal := c.explain(r, nvmlx.ToError(ret))
-	refusal.transient = len(c.processes(card, nil)) == 0
-	refusal.inUse = true
+	refusal.Processes = c.usersOf(card, nil)
 	return refusal
 }
 

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -152,56 +151,16 @@ func (c partitioner) modeOf(r request, card nvml.Device) (*device.MIG, error) {
 
 // usersOf lists the processes that have the card open or, if instance is set, the GPU instance with
 // this ID. The list is for error messages, so it leaves out processes that UsersOf cannot read.
+// NVML's own lists are of no use: they leave out processes of other PID namespaces, and the plugin
+// has one of its own.
 func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Process {
 	minor, ret := card.GetMinorNumber()
 	if ret != nvml.SUCCESS {
-		return c.processes(card, instance)
+		return nil
 	}
-	if instance == nil {
-		return merge(c.processes(card, nil), host.UsersOf(c.Paths, host.GPUNodes(minor)))
+	nodes := host.GPUNodes(minor)
+	if instance != nil {
+		nodes = host.InstanceNodes(c.Paths, minor, *instance)
 	}
-	if of := host.UsersOf(c.Paths, host.InstanceNodes(c.Paths, minor, *instance)); len(of) > 0 {
-		return of
-	}
-	return c.processes(card, instance)
-}
-
-// processes lists the processes that NVML reports on the card. If instance is set and NVML reports
-// processes in that GPU instance, it lists only those.
-func (c partitioner) processes(card nvml.Device, instance *uint32) []nvidia.Process {
-	lists := []func() ([]nvml.ProcessInfo, nvml.Return){card.GetComputeRunningProcesses, card.GetGraphicsRunningProcesses}
-	if nvmlx.Has(c.Lib, "nvmlDeviceGetMPSComputeRunningProcesses") {
-		lists = append(lists, card.GetMPSComputeRunningProcesses)
-	}
-	var all, inside []nvidia.Process
-	for _, list := range lists {
-		infos, ret := list()
-		if ret != nvml.SUCCESS {
-			continue
-		}
-		for _, info := range infos {
-			if slices.ContainsFunc(all, func(p nvidia.Process) bool { return p.PID == info.Pid }) {
-				continue
-			}
-			p := host.ProcessOf(c.Paths, info.Pid)
-			all = append(all, p)
-			if instance != nil && info.GpuInstanceId == *instance {
-				inside = append(inside, p)
-			}
-		}
-	}
-	if len(inside) > 0 {
-		return inside
-	}
-	return all
-}
-
-// merge returns the processes of first, followed by those of more whose PID is not in first.
-func merge(first, more []nvidia.Process) []nvidia.Process {
-	for _, p := range more {
-		if !slices.ContainsFunc(first, func(o nvidia.Process) bool { return o.PID == p.PID }) {
-			first = append(first, p)
-		}
-	}
-	return first
+	return host.UsersOf(c.Paths, nodes)
 }

@@ -1,13 +1,16 @@
 package cut
 
 import (
+	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
@@ -29,7 +32,6 @@ func newBench(t *testing.T, change func(*nvidiatest.Card)) bench {
 	}
 	h := nvidiatest.NewHost(t)
 	h.File("proc/devices", "Character devices:\n  0 nvidia-caps\n")
-	h.File("proc/4711/comm", "dcgm-exporter\n")
 	cards := nvidiatest.TwoCards()
 	c := &cards[1]
 	c.Major, c.MIG = 9, nvidiatest.NewMIG(h, 1)
@@ -40,6 +42,19 @@ func newBench(t *testing.T, change func(*nvidiatest.Card)) bench {
 	return bench{c.MIG, t, device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-00000000-0000-0000-0000-00000000001b"},
 		partitioner{Reader: mig.NewReader(h.Paths().WithDefaults(), library, func() {})}}
 }
+
+// opens adds a process to the host that has the device node with these numbers open.
+func (b bench) opens(pid int, name string, major, minor uint32) {
+	b.t.Helper()
+	process, node := fmt.Sprintf("proc/%d/", pid), fmt.Sprintf("container/dev/nvidia-of-%d", pid)
+	b.Host.File(process+"comm", name+"\n")
+	b.Host.File(node+".txt", "") // makes the folder
+	b.Host.Must(unix.Mknod(filepath.Join(b.Host.Root, node), unix.S_IFCHR|0o600, int(unix.Mkdev(major, minor))))
+	b.Host.Link(filepath.Join(b.Host.Root, node), process+"fd/3")
+}
+
+// gpuMajor is the major number of the device nodes of GPUs.
+const gpuMajor = 195
 
 func (b bench) do(r request) answer {
 	r.Card = b.card
@@ -126,9 +141,9 @@ func TestRefusedModeChangeIsExplainedAndUndone(t *testing.T) {
 	}{
 		"in use": {
 			func(f *nvidiatest.MIG) {
-				f.Activation, f.Processes = nvml.ERROR_IN_USE, []nvml.ProcessInfo{{Pid: 4711}, {Pid: 4712}}
+				f.Activation = nvml.ERROR_IN_USE
 			},
-			device.FailureInUse, []string{"switch MIG mode on", "in use", "dcgm-exporter (process 4711), process 4712"},
+			device.FailureInUse, []string{"switch MIG mode on", "in use", "it is open in dcgm-exporter (process 4711), python (process 4712)"},
 			[]string{"nvmlDeviceSetMigMode 1", "nvmlDeviceSetMigMode 0"},
 		},
 		"a reset": {func(f *nvidiatest.MIG) { f.NeedsReset = true }, device.FailureReset, []string{"reset"},
@@ -142,7 +157,14 @@ func TestRefusedModeChangeIsExplainedAndUndone(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBench(t, nil)
 			tc.change(b.MIG)
-			b.fails(b.do(request{Op: opSetMode, On: true}), tc.code, tc.says...)
+			b.opens(4711, "dcgm-exporter", gpuMajor, 1)
+			b.opens(4712, "python", gpuMajor, 1)
+			b.opens(4713, "another-gpu", gpuMajor, 0)
+			a := b.do(request{Op: opSetMode, On: true})
+			b.fails(a, tc.code, tc.says...)
+			if named := strings.Contains(a.Error.Error(), "process 47"); named != (tc.code == device.FailureInUse) {
+				t.Error(a.Error)
+			}
 			if b.Next || !slices.Equal(b.Calls, tc.calls) {
 				t.Errorf("the next reset enables MIG mode: %v; calls %v", b.Next, b.Calls)
 			}
@@ -263,7 +285,10 @@ func TestDestroyRemovesOnlyRequestedInstance(t *testing.T) {
 func TestBusyInstanceErrorNamesProcesses(t *testing.T) {
 	b := newBench(t, nil)
 	id := b.Partition(t, 19, 2, 1, 0)
-	b.Processes = []nvml.ProcessInfo{{Pid: 1, GpuInstanceId: 7}, {Pid: 4711, GpuInstanceId: id}}
+	capability := 3 + 135 + 9*id // of GPU 1
+	b.opens(4711, "dcgm-exporter", 0, capability)
+	b.opens(4712, "neighbour", 0, capability+9)
+	b.opens(4713, "whole-gpu", gpuMajor, 1)
 	b.Answers["nvmlComputeInstanceDestroy"] = nvml.ERROR_IN_USE
 	r := request{Op: opDestroy, Instance: device.Instance{ID: id, ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1}}}
 	a := b.do(r)

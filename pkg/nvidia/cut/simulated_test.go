@@ -19,6 +19,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
@@ -28,6 +29,8 @@ import (
 
 func TestModeChangeWaitsForIdleWorkerOfAnotherGPU(t *testing.T) {
 	s := nvidiatest.NewSite(t, "awkward", layout.Container, "")
+	name, value, _ := strings.Cut(nvidia.ChildMark, "=")
+	t.Setenv(name, value)
 	_, end := s.Foreign("hold", 1) // NVML may open this GPU in a worker
 	time.AfterFunc(idleLimit, end)
 	s.Changer(partitionsOf(s), 1).Mode(true)
@@ -176,15 +179,11 @@ func TestOverlappingPlacementsAreRefused(t *testing.T) {
 func TestSetModeFailures(t *testing.T) {
 	s := nvidiatest.NewSite(t, "dgx-h100", layout.Container, "")
 	c := s.Changer(partitionsOf(s), 0)
-	s.Change(func(_ *layout.Config, f *state.File) error {
-		return f.SetBusy(0, state.Process{PID: uint32(os.Getpid())})
-	})
+	pid, end := s.Foreign("hold", 0)
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.SetBusy(0, state.Process{PID: uint32(pid)}) })
 	_, err := c.SetMode(t.Context(), c.Card, true)
-	var failed *Error
-	if !errors.As(err, &failed) || failed.Code != device.FailureInUse || len(failed.Processes) != 1 ||
-		failed.Processes[0].PID != uint32(os.Getpid()) {
-		t.Errorf("in use: %v", err)
-	}
+	nvidiatest.RefusedBy(t, err, pid)
+	end()
 	if state, err := c.Look(t.Context(), c.Card); err != nil || state.MIG.Pending {
 		t.Errorf("the next reset would enable MIG mode: %+v, %v", state, err)
 	}

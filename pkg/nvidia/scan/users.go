@@ -11,20 +11,13 @@ func Users(p nvidia.Paths, minor int) []nvidia.Process {
 	return host.UsersOf(p.WithDefaults(), host.GPUNodes(minor))
 }
 
-// persistenced is how the kernel shortens the name of nvidia-persistenced, which closes a GPU on
-// request.
-const persistenced = "nvidia-persiste"
-
 // Foreign lists the processes that have GPUs open, by the minor number of the GPU. It leaves out
 // the child processes of this plugin and of another instance of it, and nvidia-persistenced. It
 // reads the open files of every process of the host once.
 func Foreign(p nvidia.Paths, minors []int) map[int][]nvidia.Process {
 	p = p.WithDefaults()
 	found := map[int][]nvidia.Process{}
-	for _, process := range host.UsersOf(p, host.GPUNodes(minors...)) {
-		if process.Name == persistenced || process.Plugin {
-			continue
-		}
+	for _, process := range host.Foreign(host.UsersOf(p, host.GPUNodes(minors...))) {
 		for _, minor := range minors {
 			if host.Uses(p, process.PID, host.GPUNodes(minor)) {
 				found[minor] = append(found[minor], process)

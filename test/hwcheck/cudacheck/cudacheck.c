@@ -130,7 +130,7 @@ static int compute(bool faulty)
     CALL(cuMemAlloc_v2, &values, sizeof computed);
 
     void *module, *function;
-    unsigned long long nowhere = 1ULL << 40;
+    unsigned long long nowhere = values + (1ULL << 42);
     void *parameters[] = {faulty ? &nowhere : &values};
     CUDA(cuModuleLoadData, void **, const void *);
     CALL(cuModuleLoadData, &module, kernel);
