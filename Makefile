@@ -310,6 +310,13 @@ SOAK := SOAK_PODS=2000 SOAK_KILL_PLUGIN=20 SOAK_KILL_KUBELET=120
 soak: toolchain ## Run thousands of Pods while plugin and kubelet are killed; half an hour (root; SOAK="SOAK_PODS=10000 …")
 	$(SOAK) $(GOTEST) -v -count=1 -timeout 12h ./test/e2e/... -run 'TestSoak$$'
 
+# The root of NVIDIA's driver on this machine.
+DRIVER_ROOT ?= /
+
+.PHONY: test-gpu
+test-gpu: toolchain ## The chart and Pods with claims on this machine's own GPUs, of which it changes none (root; DRIVER_ROOT=/)
+	E2E_DRIVER_ROOT=$(DRIVER_ROOT) $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestRealGPU$$'
+
 .PHONY: hwcheck
 hwcheck: toolchain ## Build build/hwcheck, a folder that checks a real GPU without Go or network, and only reads
 	hack/hwcheck.sh $(BUILD)/hwcheck

@@ -39,6 +39,7 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 		{cudaCheck, nil, true},
 		{cudaCheck, []string{mpsArgument}, true},
 		{cudaCheck, []string{"more"}, false},
+		{cudaCheck, []string{"fault"}, false}, // it makes an XID
 		{plugin, nil, false}, // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
 		{conformance, []string{"-lib", "/x", "-test.v"}, true},
@@ -328,6 +329,26 @@ func TestRootsOfLibraryFolder(t *testing.T) {
 		if want == nil && got != nil {
 			t.Errorf("%s leads to %v", folder, got)
 		}
+	}
+}
+
+// On some machines a script in /usr/bin starts the nvidia-smi of another folder.
+func TestScriptInPlaceOfDriverProgramIsFound(t *testing.T) {
+	root := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(root, "usr/bin"), 0o750); err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(root, "usr/bin", nvidiaSMI)
+	for text, want := range map[string]string{"": "", "#": "", "\x7fELF": "", "#!/bin/sh\n": program} {
+		if err := os.WriteFile(program, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := scriptBelow(root); got != want {
+			t.Errorf("with %q: %q, want %q", text, got, want)
+		}
+	}
+	if got := scriptBelow(t.TempDir()); got != "" {
+		t.Errorf("without a program: %q", got)
 	}
 }
 

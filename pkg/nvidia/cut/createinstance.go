@@ -45,7 +45,7 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 }
 
 // creationRefusal returns the error for an instance that the driver refuses because the card is in
-// use. It is transient whoever has the card open, because the driver's own use ends soon.
+// use. It is transient even if other processes have the card open: the driver's own use ends soon.
 func (c partitioner) creationRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
 	refusal := c.inUseRefusal(r, card, ret)
 	refusal.transient = true

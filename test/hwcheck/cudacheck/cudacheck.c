@@ -92,7 +92,7 @@ static void format_uuid(const unsigned char *b)
 
 #define FAIL print_result
 
-/* Computes the values. With faulty it lets the kernel write to an address that the process does not have. */
+/* Computes the values. If faulty, it writes to an address that the process does not have. */
 static int compute(bool faulty)
 {
     /* The driver would write the compiled kernel to the home directory. */

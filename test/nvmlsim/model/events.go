@@ -9,9 +9,9 @@ import (
 
 // eventTypes maps the names that model files use to the nvmlEventType* values of nvml.h.
 var eventTypes = map[string]uint32{
-	"singleBitEcc": 0x1, "doubleBitEcc": 0x2, "pState": 0x4, "xid": 0x8, "clock": 0x10, "powerSource": 0x80, "migConfig": 0x100, "singleBitEccStorm": 0x200,
-	"dramRetirement": 0x400, "dramRetirementFailure": 0x800, "nonFatalPoison": 0x1000, "fatalPoison": 0x2000, "gpuUnavailable": 0x4000,
-	"recoveryAction": 0x8000,
+	"singleBitEcc": 0x1, "doubleBitEcc": 0x2, "pState": 0x4, "xid": 0x8, "clock": 0x10, "powerSource": 0x80, "migConfig": 0x100,
+	"singleBitEccStorm": 0x200, "dramRetirement": 0x400, "dramRetirementFailure": 0x800, "nonFatalPoison": 0x1000,
+	"fatalPoison": 0x2000, "gpuUnavailable": 0x4000, "recoveryAction": 0x8000,
 }
 
 // ParseEventType converts an event type's name to its nvmlEventType* value.
