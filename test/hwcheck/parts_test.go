@@ -40,7 +40,7 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 		{cudaCheck, []string{mpsArgument}, true},
 		{cudaCheck, []string{"more"}, false},
 		{cudaCheck, []string{"fault"}, false}, // it makes an XID
-		{plugin, nil, false}, // without arguments the plugin would serve the node
+		{plugin, nil, false},                  // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
 		{conformance, []string{"-lib", "/x", "-test.v"}, true},
 		{conformance, []string{"-test.v"}, false},
