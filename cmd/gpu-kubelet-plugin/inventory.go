@@ -79,10 +79,11 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	offer.Holders = map[string][]nvidia.Process{}
+	var minors []int
 	for _, g := range node.GPUs {
-		offer.Holders[g.WholeName()] = scan.Users(driver.Paths(cfg), g.Minor)
+		minors = append(minors, g.Minor)
 	}
+	offer.Holders = scan.Foreign(driver.Paths(cfg), minors)
 	if err := show(out, format, cfg.NodeName, offer, recordsErr); err != nil {
 		return err
 	}

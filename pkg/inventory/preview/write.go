@@ -78,12 +78,12 @@ func (p Offer) whyNotMore() (lines []string) {
 	return lines
 }
 
-// holders lists the processes that have a GPU open. Such a process blocks a reset of the GPU and a
+// holders lists the processes of others that have a GPU open. Such a process blocks a reset of the GPU and a
 // change of its MIG mode.
 func (p Offer) holders() (lines []string) {
 	for _, g := range p.Node.GPUs {
 		var names []string
-		for _, process := range p.Holders[g.WholeName()] {
+		for _, process := range p.Holders[g.Minor] {
 			names = append(names, process.String())
 		}
 		if len(names) > 0 {

@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-func TestUsersFindsProcessesByDeviceNumber(t *testing.T) {
+func TestForeignProcessesAreFoundByDeviceNumber(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -55,7 +55,7 @@ func TestUsersFindsProcessesByDeviceNumber(t *testing.T) {
 		{PID: 10, Name: "dcgm"}, {PID: 11, Name: "python", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
 		{PID: 13, Name: "mapper", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca428"},
 	}
-	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, 3)); diff != "" {
+	if diff := cmp.Diff(want, Foreign(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3})[3]); diff != "" {
 		t.Error(diff)
 	}
 	// Of several GPUs, without those of the plugin and nvidia-persistenced. The plugin of NVIDIA's DRA
