@@ -83,7 +83,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	for _, g := range node.GPUs {
 		minors = append(minors, g.Minor)
 	}
-	offer.Holders = scan.Foreign(driver.Paths(cfg), minors)
+	offer.Holders = scan.Users(driver.Paths(cfg), minors)
 	if err := show(out, format, cfg.NodeName, offer, recordsErr); err != nil {
 		return err
 	}

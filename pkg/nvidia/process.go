@@ -23,6 +23,9 @@ func (p Process) String() string {
 	if p.Pod != "" {
 		text += ", Pod " + p.Pod
 	}
+	if p.Plugin {
+		text += ", of this driver"
+	}
 	if p.Name == "" {
 		return text
 	}

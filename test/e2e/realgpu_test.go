@@ -40,16 +40,17 @@ func TestRealGPU(t *testing.T) {
 	}
 	host := realHost{driverRoot: driverRoot, programs: filepath.Join(root, "build", "gpu")}
 	host.build(t, root)
-	before := host.settings(t)
+	settings := host.settings(t)
 	t.Cleanup(func() {
-		if after := host.settings(t); after != before {
-			t.Errorf("the settings of the GPUs were\n%s\nand are now\n%s", before, after)
+		if now := host.settings(t); now != settings {
+			t.Errorf("the settings of the GPUs were\n%s\nand are now\n%s", settings, now)
 		}
 	})
+	before := host.users(t)
 	w := bringUpPlain(t, root, cluster.Options{Name: "e2e-real", Nodes: []cluster.NodeOptions{host.node(t)}, RestartPause: time.Second})
 	w.install(t, "--set", "mig.policy=static,hostPaths.sys=/sys,hostPaths.proc=/proc,driverRoot="+driverRoot)
 
-	g := realGPUs{world: w, host: host, uuids: uuidForm.FindAllString(host.run(t, "-L"), -1)}
+	g := realGPUs{world: w, host: host, uuids: uuidForm.FindAllString(host.run(t, "-L"), -1), before: before}
 	slices.Sort(g.uuids)
 	t.Run("the slices list the GPUs that nvidia-smi lists", g.testSlices)
 	t.Run("a Pod computes on its GPU alone", g.testComputes)
@@ -64,14 +65,18 @@ func TestRealGPU(t *testing.T) {
 // realHost is this machine, with a real driver.
 type realHost struct {
 	driverRoot string
-	// programs is the folder of the test's own programs. It must exist before the node boots, which
+	// programs is the folder of the programs that Pods run. It must exist before the node boots, which
 	// sees the host's files of that moment.
 	programs string
 }
 
-const cudaProgram = "cudacheck"
+const (
+	cudaProgram = "cudacheck"
+	nvmlName    = "libnvidia-ml.so.1"
+)
 
-// build compiles the CUDA program that Pods run.
+// build compiles the CUDA program, and copies nvidia-smi and the NVML library, for a container that
+// gets neither from the driver.
 func (h realHost) build(t *testing.T, root string) {
 	t.Helper()
 	if err := os.MkdirAll(h.programs, 0o755); err != nil {
@@ -82,23 +87,33 @@ func (h realHost) build(t *testing.T, root string) {
 	if out, err := compile.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
+	program, libraries := h.smi(t)
+	for _, path := range []string{program, filepath.Join(libraries, nvmlName)} {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(h.programs, filepath.Base(path)), data, 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
 }
 
 // smi returns the path of nvidia-smi and the folder of the libraries below a driver root.
 func (h realHost) smi(t *testing.T) (program, libraries string) {
 	t.Helper()
-	for _, folder := range []string{"usr/bin", "bin"} {
+	for _, folder := range []string{"bin", "usr/bin"} {
 		if path := filepath.Join(h.driverRoot, folder, "nvidia-smi"); isFile(path) {
 			program = path
 		}
 	}
-	for _, folder := range []string{"usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "lib64"} {
-		if path := filepath.Join(h.driverRoot, folder); isFile(filepath.Join(path, "libnvidia-ml.so.1")) {
+	for _, folder := range []string{"lib64", "usr/lib64", "usr/lib/aarch64-linux-gnu", "usr/lib/x86_64-linux-gnu"} {
+		if path := filepath.Join(h.driverRoot, folder); isFile(filepath.Join(path, nvmlName)) {
 			libraries = path
 		}
 	}
 	if program == "" || libraries == "" {
-		t.Fatalf("no nvidia-smi or no libnvidia-ml.so.1 below %s", h.driverRoot)
+		t.Fatalf("no nvidia-smi or no %s below %s", nvmlName, h.driverRoot)
 	}
 	return program, libraries
 }
@@ -154,11 +169,14 @@ func (h realHost) node(t *testing.T) cluster.NodeOptions {
 	return options
 }
 
-// realGPUs are the GPUs of the real node. uuids are those that nvidia-smi lists, sorted.
+// realGPUs are the GPUs of the real node.
 type realGPUs struct {
 	*world
-	host  realHost
+	host realHost
+	// uuids are those that nvidia-smi lists, sorted.
 	uuids []string
+	// before are the processes that had a GPU open before the installation.
+	before []string
 }
 
 func (g realGPUs) testSlices(t *testing.T) {
@@ -227,10 +245,9 @@ func (g realGPUs) testComputes(t *testing.T) {
 func (g realGPUs) testStranger(t *testing.T) {
 	u := g.tenant(t)
 	u.template("one", oneGPU)
-	program, libraries := g.host.smi(t)
-	smi := "LD_LIBRARY_PATH=" + libraries + " " + program + " -L"
+	smi := "LD_LIBRARY_PATH=" + g.host.programs + " " + g.host.programs + "/nvidia-smi -L"
 	u.pod("mate", onNode(realNode), fromTemplate("gpu", "one"), container("main", "gpu"), container("side"),
-		hostPath("driver", filepath.Dir(program)), hostPath("libraries", libraries), hostPath("programs", g.host.programs))
+		hostPath("programs", g.host.programs))
 	u.running("mate")
 	if out := u.sh("mate", "main", smi); !strings.Contains(out, u.allocated("mate", "gpu")[0]) {
 		t.Errorf("nvidia-smi of the node in the container with the claim says:\n%s", out)
@@ -296,8 +313,8 @@ func (g realGPUs) testXID(t *testing.T) {
 	g.computes(u, "user")
 }
 
-// testReleased releases the driver as an admin does before an upgrade. Then no process may have a
-// GPU open, and the kernel must count no user of the module but those from before the installation.
+// testReleased releases the driver as an admin does before an upgrade. Then only processes from
+// before the installation may have a GPU open.
 func (g realGPUs) testReleased(t *testing.T) {
 	annotate := func(value string) {
 		t.Helper()
@@ -305,13 +322,13 @@ func (g realGPUs) testReleased(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if len(g.host.users(t)) == 0 {
+	if slices.Equal(g.host.users(t), g.before) {
 		t.Error("the serving plugin has no GPU open, so this test would prove nothing")
 	}
 	annotate("=true")
-	took := eventually(t, 20*time.Second, "no process has a GPU open", func() (bool, string) {
+	took := eventually(t, 20*time.Second, "the plugin has no GPU open", func() (bool, string) {
 		users := g.host.users(t)
-		return len(users) == 0, fmt.Sprint(users)
+		return slices.Equal(users, g.before), fmt.Sprint(users)
 	})
 	t.Logf("the plugin released the GPUs after %s", took.Round(time.Millisecond))
 	annotate("-")
@@ -340,8 +357,8 @@ func (g realGPUs) testUninstalled(t *testing.T) {
 	if out, err := g.uninstall(t); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
-	if users := g.host.users(t); len(users) > 0 {
-		t.Errorf("GPUs are open in %v", users)
+	if users := g.host.users(t); !slices.Equal(users, g.before) {
+		t.Errorf("GPUs are open in %v, before the installation in %v", users, g.before)
 	}
 	if n := len(g.slices(t, realNode)); n != 0 {
 		t.Errorf("%d ResourceSlices are left", n)

@@ -150,7 +150,7 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 		s.add(name, facts.Failed, "%s is below none of %s; name the driver's root with --driver-root", nvmlName, strings.Join(empty, ", "))
 		return ""
 	}
-	specs, chosen, most := "", 0, -1
+	specs, script, chosen, most := "", "", 0, -1
 	passed := make([]string, len(places))
 	for i, p := range places {
 		if !isDevice(filepath.Join(devRoot(s.options, p.root), "dev/nvidiactl")) {
@@ -164,12 +164,13 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 		}
 		mounts := strings.Count(result.stdout, `"containerPath"`)
 		passed[i] = fmt.Sprintf("%s: the CDI specs from there have %d mounts", p.root, mounts)
-		if script := scriptBelow(p.root); script != "" {
-			passed[i] += ", one of them the script " + script + ", which cannot run in a container"
+		found := scriptIn(result.stdout)
+		if found != "" {
+			passed[i] += ", one of them the script " + found
 			mounts = 0
 		}
 		if mounts > most {
-			specs, chosen, most = result.stdout, i, mounts
+			specs, chosen, most, script = result.stdout, i, mounts, found
 		}
 	}
 	if specs != "" {
@@ -188,6 +189,11 @@ func (s *visit) findDriver(ctx context.Context, places []place, empty []string) 
 			s.report.Driver = nil
 		}
 		return ""
+	}
+	if script != "" {
+		s.add(name, facts.Differed, "root %s, but containers get the script %s from there instead of the program: "+
+			"name the root that has the program with --driver-root", p.root, script)
+		return specs
 	}
 	s.add(name, facts.Agreed, "root %s, %s, device nodes in %s", p.root, p.nvml, filepath.Join(dev, "dev"))
 	return specs
@@ -245,7 +251,7 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 	const name = "the plugin offers what NVML lists"
 	root := s.report.Driver.Root
 	table := s.inventory(ctx, root, "table")
-	s.show("gpu-kubelet-plugin inventory", "", table.stdout+table.stderr)
+	s.show("gpu-kubelet-plugin inventory", "", withoutProcesses(table.stdout)+table.stderr)
 	slicesText := s.inventory(ctx, root, "yaml")
 	s.show("gpu-kubelet-plugin inventory -o yaml", "yaml", slicesText.stdout+slicesText.stderr)
 	offers, cards, err := readSlices(slicesText.stdout)
@@ -268,6 +274,17 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 		s.add(name, facts.Agreed, "%d GPUs, %d of them whole", len(cards), len(offers))
 	}
 	return offers
+}
+
+// withoutProcesses returns the inventory's table without its list of processes, because reports are
+// public.
+func withoutProcesses(table string) string {
+	before, after, found := strings.Cut(table, "\nOpen in other processes:\n")
+	if !found {
+		return table
+	}
+	_, after, _ = strings.Cut(after, "\n\n")
+	return before + "\n" + after
 }
 
 // readSlices reads ResourceSlices in YAML. The first result has their whole GPUs, the second the

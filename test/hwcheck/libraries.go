@@ -2,6 +2,7 @@ package main
 
 import (
 	"debug/elf"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -10,6 +11,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
@@ -35,8 +38,11 @@ func (s *visit) checkLibraries() {
 	paths := driverLibraries(driver)
 	driver.Simulated = exports(paths[len(paths)-1], simulatedSymbol)
 	for _, program := range driverPrograms {
-		if path := programBelow(driver.Root, program); path != "" {
-			paths = append(paths, path)
+		for _, folder := range programFolders {
+			if path := filepath.Join(driver.Root, folder, program); exists(path) && !isScript(path) {
+				paths = append(paths, path)
+				break
+			}
 		}
 	}
 	found, err := s.readLibraries(paths)
@@ -59,37 +65,32 @@ func (s *visit) checkLibraries() {
 		found.CLibrary, found.GLIBC, len(found.Files), orNone(needed), orNone(file))
 }
 
-// programBelow returns the path of a driver's program below a driver root, or nothing.
-func programBelow(root, program string) string {
-	for _, folder := range programFolders {
-		if path := filepath.Join(root, folder, program); exists(path) {
-			return path
-		}
-	}
-	return ""
-}
-
-// scriptBelow returns the path of a program of the driver below root that is a script, or nothing.
-// A container has neither the script's interpreter nor the files that it starts.
-func scriptBelow(root string) string {
-	for _, program := range driverPrograms {
-		path := programBelow(root, program)
-		if start, err := readStart(path, 2); err == nil && string(start) == "#!" {
-			return path
-		}
-	}
-	return ""
-}
-
-func readStart(path string, size int) ([]byte, error) {
+// isScript reports whether a file is a script. A container may lack its interpreter, and what it
+// starts.
+func isScript(path string) bool {
 	file, err := os.Open(path)
 	if err != nil {
-		return nil, err
+		return false
 	}
 	defer func() { _ = file.Close() }()
-	start := make([]byte, size)
+	start := make([]byte, 2)
 	_, err = io.ReadFull(file, start)
-	return start, err
+	return err == nil && string(start) == "#!"
+}
+
+// scriptIn returns the path of a program of the driver that a script takes the place of in the CDI
+// specs in text, or nothing.
+func scriptIn(text string) string {
+	var base specs.Spec
+	if json.NewDecoder(strings.NewReader(text)).Decode(&base) != nil {
+		return "" // checkSpecs reports it
+	}
+	for _, mount := range base.ContainerEdits.Mounts {
+		if slices.Contains(driverPrograms, filepath.Base(mount.HostPath)) && isScript(mount.HostPath) {
+			return mount.HostPath
+		}
+	}
+	return ""
 }
 
 // driverLibraries returns the paths of NVML and, if the driver is installed with it, of libcuda.

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
@@ -14,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
@@ -334,21 +336,35 @@ func TestRootsOfLibraryFolder(t *testing.T) {
 
 // On some machines a script in /usr/bin starts the nvidia-smi of another folder.
 func TestScriptInPlaceOfDriverProgramIsFound(t *testing.T) {
-	root := t.TempDir()
-	if err := os.MkdirAll(filepath.Join(root, "usr/bin"), 0o750); err != nil {
+	program, other := filepath.Join(t.TempDir(), nvidiaSMI), filepath.Join(t.TempDir(), "other")
+	specs := fmt.Sprintf(`{"containerEdits": {"mounts": [{"hostPath": %q}, {"hostPath": %q}]}} {}`, other, program)
+	if err := os.WriteFile(other, []byte("#!/bin/sh\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	program := filepath.Join(root, "usr/bin", nvidiaSMI)
 	for text, want := range map[string]string{"": "", "#": "", "\x7fELF": "", "#!/bin/sh\n": program} {
 		if err := os.WriteFile(program, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if got := scriptBelow(root); got != want {
+		if got := scriptIn(specs); got != want {
 			t.Errorf("with %q: %q, want %q", text, got, want)
 		}
 	}
-	if got := scriptBelow(t.TempDir()); got != "" {
-		t.Errorf("without a program: %q", got)
+}
+
+// The report promises not to name processes.
+func TestReportHasNoProcesses(t *testing.T) {
+	const table = "NAME\ngpu\n\nOpen in other processes:\n  gpu: python (process 7)\n\nNot checked here:\n  x\n"
+	if got, want := withoutProcesses(table), "NAME\ngpu\n\nNot checked here:\n  x\n"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if got := withoutProcesses("NAME\n"); got != "NAME\n" {
+		t.Errorf("%q", got)
+	}
+}
+
+func TestWatcherHasThePluginsMark(t *testing.T) {
+	if childMark != nvidia.ChildMark {
+		t.Errorf("%q, and the plugin's is %q", childMark, nvidia.ChildMark)
 	}
 }
 

@@ -32,7 +32,9 @@ func TestTableListsGPUsThatNVMLDoesNotList(t *testing.T) {
 	}
 	rules := Rules{Policies: policies, Records: records{inUse: "gpu-0000-bb-00-0"}}
 	var out strings.Builder
-	if err := WriteTable(&out, previewOf(t, rules, node)); err != nil {
+	offer := previewOf(t, rules, node)
+	offer.Holders = map[int][]nvidia.Process{0: {{PID: 4711, Name: "python"}}} // of the GPU that has a minor number
+	if err := WriteTable(&out, offer); err != nil {
 		t.Fatal(err)
 	}
 	want := `Driver 580.65.06, CUDA 13.0
@@ -58,7 +60,10 @@ Not offered, or only in part:
   gpu-0000-1b-00-0: not offered to virtual machines: passthrough is off in the plugin's settings, so it may not bind GPUs to VFIO
   gpu-0000-aa-00-0: a VFIO driver has the GPU and no claim does, so only virtual machines can get it: to give it back to its driver, ` +
 		"write on the node for its PCI address A, and for the other functions of its slot: echo > /sys/bus/pci/devices/A/driver_override && " +
-		"echo A > /sys/bus/pci/devices/A/driver/unbind && echo A > /sys/bus/pci/drivers_probe\n"
+		"echo A > /sys/bus/pci/devices/A/driver/unbind && echo A > /sys/bus/pci/drivers_probe\n" + `
+Open in other processes:
+  gpu-0000-1b-00-0: python (process 4711)
+`
 	if diff := cmp.Diff(want, out.String()); diff != "" {
 		t.Error(diff)
 	}

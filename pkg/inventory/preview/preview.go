@@ -40,8 +40,8 @@ type Records interface {
 // moments.
 type Offer struct {
 	Node nvidia.Node
-	// Holders has the processes of others that have a GPU open, by the GPU's minor number. They may
-	// prevent changes of its MIG mode and instances.
+	// Holders has the processes that have a GPU open, by the GPU's minor number. They may prevent
+	// changes of its MIG mode and instances.
 	Holders map[int][]nvidia.Process
 
 	policies device.Policies

@@ -78,10 +78,13 @@ func (p Offer) whyNotMore() (lines []string) {
 	return lines
 }
 
-// holders lists the processes of others that have a GPU open. Such a process blocks a reset of the GPU and a
-// change of its MIG mode.
+// holders lists the processes that have a GPU open. Such a process blocks a reset of the GPU and,
+// if it is not this driver's, a change of its MIG mode.
 func (p Offer) holders() (lines []string) {
 	for _, g := range p.Node.GPUs {
+		if g.PassthroughOnly() {
+			continue // NVIDIA's driver does not have it, so it has no minor number
+		}
 		var names []string
 		for _, process := range p.Holders[g.Minor] {
 			names = append(names, process.String())

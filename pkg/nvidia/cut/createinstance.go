@@ -1,6 +1,7 @@
 package cut
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 
@@ -15,7 +16,8 @@ import (
 // createInstance creates a GPU instance at exactly the requested placement. The driver may refuse
 // the first GPU instance while its internal channels and profilers still use the GPU.
 func (c partitioner) createInstance(r request) (*device.Instance, error) {
-	return retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+	return in, c.nameUsers(r, err)
 }
 
 func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
@@ -26,7 +28,7 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 	handle, ret := card.CreateGpuInstanceWithPlacement(
 		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.creationRefusal(r, card, ret)
+		return nil, c.creationRefusal(r, ret)
 	}
 	if ret != nvml.SUCCESS {
 		return nil, c.explain(r, nvmlx.ToError(ret))
@@ -46,10 +48,22 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 
 // creationRefusal returns the error for an instance that the driver refuses because the card is in
 // use. It is transient even if other processes have the card open: the driver's own use ends soon.
-func (c partitioner) creationRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
-	refusal := c.inUseRefusal(r, card, ret)
+func (c partitioner) creationRefusal(r request, ret nvml.Return) *Error {
+	refusal := c.explain(r, nvmlx.ToError(ret))
 	refusal.transient = true
 	return refusal
+}
+
+// nameUsers adds the processes that have the card open to the error of a refused creation. It is
+// called after the last attempt only, because it reads all of /proc.
+func (c partitioner) nameUsers(r request, err error) error {
+	var refusal *Error
+	if errors.As(err, &refusal) && refusal.transient {
+		if card, failure := c.open(r); failure == nil {
+			refusal.Processes = c.usersOf(card, nil)
+		}
+	}
+	return err
 }
 
 // openWithMinor returns the card's NVML handle and the N of its device node nvidiaN.
@@ -77,7 +91,8 @@ func undoneNote(ret nvml.Return) string {
 
 // createCompute creates one compute instance that fills the GPU instance named by r.
 func (c partitioner) createCompute(r request) (*device.Instance, error) {
-	return retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
+	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
+	return in, c.nameUsers(r, err)
 }
 
 func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
@@ -102,7 +117,7 @@ func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
 	}
 	handle, ret := parent.CreateComputeInstance(&whole)
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.creationRefusal(r, card, ret)
+		return nil, c.creationRefusal(r, ret)
 	}
 	if ret != nvml.SUCCESS {
 		return nil, c.explain(r, nvmlx.ToError(ret))

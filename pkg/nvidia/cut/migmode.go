@@ -4,12 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
 
@@ -77,13 +78,15 @@ func (c partitioner) trySetMode(r request) (*device.CardState, error) {
 	if ret == nvml.SUCCESS {
 		ret = activation
 	}
-	refusal := c.modeRefusal(r, card, ret)
 	// Undo a pending mode change. Otherwise the next reset of the GPU by any tool would silently
-	// change the mode.
+	// change the mode. Undo it first: to name processes may hang.
+	undone := nvml.SUCCESS
 	if now.Pending != before.Pending {
-		if _, ret := card.SetMigMode(modeNumber(before.Pending)); ret != nvml.SUCCESS {
-			refusal.Message += fmt.Sprintf("; failed to undo: the mode changes at the GPU's next reset (%v)", nvmlx.ToError(ret))
-		}
+		_, undone = card.SetMigMode(modeNumber(before.Pending))
+	}
+	refusal := c.modeRefusal(r, card, ret)
+	if undone != nvml.SUCCESS {
+		refusal.Message += fmt.Sprintf("; failed to undo: the mode changes at the GPU's next reset (%v)", nvmlx.ToError(undone))
 	}
 	return nil, refusal
 }
@@ -108,20 +111,14 @@ func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *
 		if there := c.countInstances(card); there > 0 {
 			return r.fail(device.FailureInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
-		refusal := c.inUseRefusal(r, card, ret)
+		refusal := c.explain(r, nvmlx.ToError(ret))
+		refusal.Processes = c.usersOf(card, nil)
 		// The plugin's own processes, a scan for example, close the GPU soon.
-		refusal.transient = len(host.Foreign(refusal.Processes)) == 0
+		refusal.transient = !slices.ContainsFunc(refusal.Processes, func(p nvidia.Process) bool { return !p.Plugin })
 		return refusal
 	default:
 		return c.explain(r, nvmlx.ToError(ret))
 	}
-}
-
-// inUseRefusal returns the error for a card that is in use.
-func (c partitioner) inUseRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
-	refusal := c.explain(r, nvmlx.ToError(ret))
-	refusal.Processes = c.usersOf(card, nil)
-	return refusal
 }
 
 // countInstances counts the GPU instances of a card. It leaves out those that NVML fails to list.

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
@@ -173,7 +174,17 @@ func TestRefusedModeChangeIsExplainedAndUndone(t *testing.T) {
 	b := newBench(t, nil)
 	b.Partition(t, 19, 0, 1)
 	b.fails(b.do(request{Op: opSetMode, On: false}), device.FailureInUse, "1 GPU instances")
+	// A process of a user stays, so a retry would only delay the refusal.
 	b = newBench(t, nil)
+	b.opens(4711, "python", gpuMajor, 1)
+	b.Answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
+	b.fails(b.do(request{Op: opSetMode, On: true, Patience: transientLimit}), device.FailureInUse, "python (process 4711)")
+	if len(b.Calls) != 1 {
+		t.Errorf("a GPU that a user's process has open: %v", b.Calls)
+	}
+	b = newBench(t, nil)
+	b.opens(4711, "gpu-kubelet-plu", gpuMajor, 1)
+	b.Host.File("proc/4711/environ", nvidia.ChildMark+"\x00")
 	b.Answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
 	if b.works(b.do(request{Op: opSetMode, On: true, Patience: transientLimit})); len(b.Calls) != 2 {
 		t.Errorf("a GPU that is briefly in use: %v", b.Calls)
@@ -299,6 +310,18 @@ func TestBusyInstanceErrorNamesProcesses(t *testing.T) {
 	b.Answers["nvmlGpuInstanceDestroy"] = nvml.ERROR_IN_USE
 	b.fails(b.do(r), device.FailureInUse)
 	b.works(b.do(r))
+}
+
+// The driver's own use of the GPU ends soon, even if other processes have it open.
+func TestRefusedCreationIsRetried(t *testing.T) {
+	b := newBench(t, nil)
+	b.works(b.do(request{Op: opSetMode, On: true}))
+	b.opens(4711, "dcgm-exporter", gpuMajor, 1)
+	b.Answers["nvmlDeviceCreateGpuInstanceWithPlacement"] = nvml.ERROR_IN_USE
+	b.works(b.do(request{Op: opCreateInstance, Profile: 19, At: device.Placement{Start: 2, Size: 1}, Patience: transientLimit}))
+	b.Answers["nvmlDeviceCreateGpuInstanceWithPlacement"] = nvml.ERROR_IN_USE
+	b.fails(b.do(request{Op: opCreateInstance, Profile: 19, At: device.Placement{Start: 3, Size: 1}}), device.FailureInUse,
+		"dcgm-exporter (process 4711)")
 }
 
 func TestFabricState(t *testing.T) {

@@ -14,7 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-func TestForeignProcessesAreFoundByDeviceNumber(t *testing.T) {
+func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root: device nodes with the driver's numbers")
 	}
@@ -55,7 +55,7 @@ func TestForeignProcessesAreFoundByDeviceNumber(t *testing.T) {
 		{PID: 10, Name: "dcgm"}, {PID: 11, Name: "python", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
 		{PID: 13, Name: "mapper", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca428"},
 	}
-	if diff := cmp.Diff(want, Foreign(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3})[3]); diff != "" {
+	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3})[3]); diff != "" {
 		t.Error(diff)
 	}
 	// Of several GPUs, without those of the plugin and nvidia-persistenced. The plugin of NVIDIA's DRA
@@ -77,6 +77,13 @@ func TestForeignProcessesAreFoundByDeviceNumber(t *testing.T) {
 	}
 	if diff := cmp.Diff(foreign, Foreign(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})); diff != "" {
 		t.Error(diff)
+	}
+	all := Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})
+	if len(all[3]) != len(foreign[3])+2 || len(all[4]) != len(foreign[4])+1 {
+		t.Errorf("with those of the plugin and nvidia-persistenced: %v", all)
+	}
+	if text := all[3][4].String(); text != namesake.Name+" (process 15, of this driver)" {
+		t.Error(text)
 	}
 	if text := want[1].String(); text != "python (process 11, Pod 1b4e28ba-2fa1-11d2-883f-0016d3cca427)" {
 		t.Error(text)

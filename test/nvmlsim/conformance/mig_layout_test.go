@@ -194,6 +194,7 @@ func TestRealNvidiaSMICreatesInstances(t *testing.T) {
 		fail bool
 		says []string
 	}{
+		{args: "mig -i 0 -lgip", says: []string{"MIG 1g.10gb       19     7/7        9.75"}}, // as on a real H100 with MIG mode off
 		{args: "-i 0,1 -mig 1", says: []string{"Enabled MIG Mode for GPU 00000000:1B:00.0"}},
 		{args: "mig -i 0 -lgip", says: []string{"MIG 1g.10gb       19     7/7        9.75", "MIG 7g.80gb        0     1/1"}},
 		{args: "mig -i 0 -lgipp", says: []string{"Profile ID 14 Placements: {0,2,4}:2", "Profile ID  5 Placement : {0}:4"}},

@@ -11,11 +11,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
 
-// ofTheMachine are questions whose answers depend on the machine around the GPU, and not on the GPU
-// or the driver.
-var ofTheMachine = []string{"fabric", "virtualization mode"}
+// ofTheMachine are questions whose answers depend on the machine around the GPU, its settings or
+// its history, and not on the GPU's model and the driver.
+var ofTheMachine = []string{
+	"fabric", "virtualization mode", "MIG mode", "persistence mode", "compute mode", "ECC mode", "remapped rows", "confidential computing",
+	"ready state",
+}
 
-// The simulator must answer every recorded question as the real GPU did.
+// The simulator must answer as the real GPU did.
 func TestSimulatorAnswersAsRecordedHardware(t *testing.T) {
 	needSimulator(t)
 	reports, err := filepath.Glob("../../hardware/*/facts.json")
@@ -36,6 +39,9 @@ func TestSimulatorAnswersAsRecordedHardware(t *testing.T) {
 			continue
 		}
 		for _, gpu := range report.NVML.GPUs {
+			if gpu.Model == "" {
+				continue // no file describes it
+			}
 			compared++
 			t.Run(filepath.Base(filepath.Dir(path))+"/"+gpu.PCIAddress, func(t *testing.T) { compareRecorded(t, report, gpu) })
 		}
@@ -63,7 +69,7 @@ func compareRecorded(t *testing.T, report facts.Report, gpu facts.GPU) {
 	for question, recorded := range report.Getters.Unprivileged {
 		of, asked, _ := strings.Cut(question, ": ")
 		switch {
-		case slices.Contains(ofTheMachine, asked):
+		case slices.Contains(ofTheMachine, asked) || recorded.Error == facts.NoFunction:
 			continue
 		case of == gpu.PCIAddress:
 			question = text(pci.BusId[:]) + ": " + asked

@@ -110,16 +110,6 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 	return found
 }
 
-// persistenced is how the kernel shortens the name of nvidia-persistenced, which closes a GPU on
-// request.
-const persistenced = "nvidia-persiste"
-
-// Foreign returns the users without the child processes of this plugin and of another instance of
-// it, and without nvidia-persistenced.
-func Foreign(users []nvidia.Process) []nvidia.Process {
-	return slices.DeleteFunc(slices.Clone(users), func(p nvidia.Process) bool { return p.Plugin || p.Name == persistenced })
-}
-
 // Uses reports whether a process of the host has one of the device nodes open or mapped.
 func Uses(p nvidia.Paths, pid uint32, of DeviceNodes) bool {
 	dir := filepath.Join(p.Proc, fmt.Sprint(pid))
