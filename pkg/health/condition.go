@@ -71,6 +71,7 @@ const (
 	needsResetCode = "reset-required"
 	lostAction     = "check dmesg for NVRM messages about this address; drain the node, then reset the GPU or power-cycle the node"
 	unknownAction  = "check the plugin's log and whether nvidia-smi answers on the node"
+	releasedAction = "nothing to do until the driver is replaced; then remove the request to release it"
 )
 
 // applyCondition updates the card from its answer to a query, or from the lack of an answer.

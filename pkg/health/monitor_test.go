@@ -260,6 +260,20 @@ func TestRecoveryActionDecidesAboutDoubleBitErrors(t *testing.T) {
 	w.wantState(gpuName, Unhealthy)
 }
 
+// An admin who released the GPUs must not read that something is wrong with them.
+func TestReleasedGPUNeedsNoAttention(t *testing.T) {
+	w := newTestMonitor(t, nil)
+	w.Apply(device.Signal{Watcher: &device.WatcherState{Released: true, At: w.now}}, w.now)
+	if c := w.verdict(gpuName).Causes[0]; c.Action != releasedAction {
+		t.Errorf("%+v", c)
+	}
+	w.watcherUp("load-1")
+	w.answer(device.Condition{Reach: device.ReachWedged})
+	if c := w.verdict(gpuName).Causes[0]; c.Action != unknownAction {
+		t.Errorf("%+v", c)
+	}
+}
+
 func TestSilentGPUBecomesUnknown(t *testing.T) {
 	for name, c := range map[string]struct {
 		say   func(w *testMonitor)

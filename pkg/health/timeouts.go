@@ -33,7 +33,11 @@ func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
 	if c.find(lostCode) != nil {
 		return // that the card is lost says more than unknown
 	}
-	m.addLevel(c, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: unknownAction}, at)
+	action := unknownAction
+	if m.released {
+		action = releasedAction
+	}
+	m.addLevel(c, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: action}, at)
 }
 
 // checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds

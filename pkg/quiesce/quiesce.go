@@ -128,6 +128,7 @@ func (q *Quiescer) Observe(node *corev1.Node) {
 	}
 	q.setReason(reason)
 	if reason == "" {
+		q.logger.Info("The release of the GPUs ended")
 		q.opts.Released(false)
 		q.opts.Reports.Event(events.DriverTaken,
 			"The release request was removed: the plugin uses the GPUs again as soon as their driver is loaded")

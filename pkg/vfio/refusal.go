@@ -9,7 +9,8 @@ func (g Group) Refusal() string {
 	case g.GPU.Vendor != nvidiaVendor:
 		return fmt.Sprintf("its PCI vendor is %#04x, not NVIDIA", g.GPU.Vendor)
 	case g.Number < 0:
-		return "it has no IOMMU group: enable the IOMMU in the firmware and on the kernel's command line (intel_iommu=on)"
+		return "it has no IOMMU group: enable the IOMMU in the firmware and on the kernel's command line (intel_iommu=on); " +
+			"in a virtual machine its host must provide one"
 	case g.NoIOMMU:
 		return "VFIO runs without an IOMMU here, so nothing would isolate the virtual machine: enable the IOMMU"
 	case g.IsVirtual:

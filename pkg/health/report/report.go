@@ -12,6 +12,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -84,7 +85,7 @@ func (r *Reporter) Report(ctx context.Context, view *health.View, gpus []device.
 		case c.Finding.State == health.Healthy:
 			log.Info("GPU reported a problem that does not affect its health", "action", c.Finding.Action)
 		case c.Over:
-			log.Info("Health problem of device ended", "why", c.Why, "since", c.Finding.First)
+			log.Info("Health problem of device ended", "why", c.Why, "since", c.Finding.First.UTC().Format(time.RFC3339))
 			notices.add(c, c.message)
 		default:
 			log.Info("Device is not healthy", "action", c.Finding.Action)

@@ -38,7 +38,8 @@ type Options struct {
 type Cards interface {
 	// Leave makes the plugin's processes close the card. They leave it closed until back is called.
 	Leave(ctx context.Context, card device.PCIAddress) (back func(), err error)
-	// Persistence reads the card's persistence mode. With it, nvidia-persistenced keeps the card open.
+	// Persistence reads the card's persistence mode, which the kernel's driver keeps for as long as it
+	// has the card.
 	Persistence(ctx context.Context, card device.Card) (bool, error)
 	SetPersistence(ctx context.Context, card device.Card, on bool) error
 }

@@ -7,16 +7,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
 
-// persistenced is how the kernel shortens the name of nvidia-persistenced, which closes a GPU on
-// request.
-const persistenced = "nvidia-persiste"
-
 // Foreign lists the processes that have GPUs open, by the minor number of the GPU. It leaves out
-// the child processes of this plugin and of another instance of it, and nvidia-persistenced.
+// the child processes of this plugin and of another instance of it.
 func Foreign(p nvidia.Paths, minors []int) map[int][]nvidia.Process {
 	found := Users(p, minors)
 	for minor, users := range found {
-		found[minor] = slices.DeleteFunc(users, func(u nvidia.Process) bool { return u.Plugin || u.Name == persistenced })
+		found[minor] = slices.DeleteFunc(users, func(u nvidia.Process) bool { return u.Plugin })
 		if len(found[minor]) == 0 {
 			delete(found, minor)
 		}

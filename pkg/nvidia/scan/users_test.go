@@ -58,8 +58,8 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3})[3]); diff != "" {
 		t.Error(diff)
 	}
-	// Of several GPUs, without those of the plugin and nvidia-persistenced. The plugin of NVIDIA's DRA
-	// driver has the plugin's name.
+	// Of several GPUs, without those of the plugin. The plugin of NVIDIA's DRA driver has the plugin's
+	// name.
 	own, _ := os.ReadFile("/proc/self/comm")
 	namesake := nvidia.Process{PID: 17, Name: strings.TrimSpace(string(own))}
 	for _, pid := range []int{15, 17} {
@@ -68,7 +68,6 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(root, "proc/15/environ"), []byte("HOME=/\x00GPU_DRA_DRIVER_CHILD=1\x00"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	process(16, "nvidia-persiste", "0::/", "", host, other)
 	foreign := map[int][]nvidia.Process{
 		3: append(want, nvidia.Process{PID: 14, Name: "ourselves"}, namesake), 4: {{PID: 12, Name: "elsewhere"}},
 	}
@@ -79,8 +78,8 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 		t.Error(diff)
 	}
 	all := Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})
-	if len(all[3]) != len(foreign[3])+2 || len(all[4]) != len(foreign[4])+1 {
-		t.Errorf("with those of the plugin and nvidia-persistenced: %v", all)
+	if len(all[3]) != len(foreign[3])+1 || len(all[4]) != len(foreign[4]) {
+		t.Errorf("with those of the plugin: %v", all)
 	}
 	if text := all[3][4].String(); text != namesake.Name+" (process 15, of this driver)" {
 		t.Error(text)

@@ -230,7 +230,7 @@ func TestHealthFields(t *testing.T) {
 			t.Errorf("field %d: %d (%v), want 1", fields[i].FieldId, field.Value[0], nvml.Return(field.NvmlReturn))
 		}
 	}
-	want(t, "an unknown field", nvml.Return(fields[4].NvmlReturn), nvml.ERROR_NOT_SUPPORTED)
+	want(t, "an unknown field", nvml.Return(fields[4].NvmlReturn), nvml.ERROR_INVALID_ARGUMENT)
 	count, ret := device.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 	want(t, "ECC errors", ret, nvml.SUCCESS)
 	if count != 1 {

@@ -112,6 +112,7 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, u
 NVMLSIM_API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t handle)
 {
     ENTER_GPU(device);
+    types &= ~0x60ULL; /* bits without a meaning, which driver 580.159.04 ignores */
     if (types & ~LOAD(gpu->event_types))
         return NVML_ERROR_NOT_SUPPORTED;
     unsigned int number = (unsigned int)sim_handle_gpu(device);

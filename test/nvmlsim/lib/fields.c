@@ -62,6 +62,8 @@ static nvmlReturn_t recovery_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue
 static nvmlReturn_t read_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t *value)
 {
     const struct nvmlsim_model *model = sim_model(gpu);
+    if (value->fieldId >= NVML_FI_MAX)
+        return NVML_ERROR_INVALID_ARGUMENT; /* as driver 580.159.04 says */
     switch (value->fieldId) {
     case NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED: return as_uint(value, model->mig_supported ? !model->mig_needs_reset : NVMLSIM_ABSENT);
     case NVML_FI_DEV_IS_MIG_MODE_INDEPENDENT_MIG_QUERY_CAPABLE: return as_uint(value, model->mig_supported ? 1 : NVMLSIM_ABSENT);

@@ -132,10 +132,10 @@ func (f *File) freeMinor(gpu int) uint32 {
 }
 
 // Opened reports whether a process has the GPU open. NVIDIA's kernel driver does not let go of such
-// a GPU. nvidia-persistenced counts too.
+// a GPU. nvidia-persistenced counts too: it takes orders through its socket only, not through NVML
+// (dra-driver-nvidia-gpu#1038).
 func (f *File) Opened(gpu int) bool {
-	daemon := atomic.LoadUint32(&f.Header().Persistenced) != 0 && atomic.LoadUint32(&f.GPU(gpu).PersistenceMode) != 0
-	return daemon || f.held(lockOpen+int64(gpu), 1)
+	return atomic.LoadUint32(&f.Header().Persistenced) != 0 || f.held(lockOpen+int64(gpu), 1)
 }
 
 // ErrKilled means that a fault killed the process that made the call.

@@ -78,7 +78,7 @@ func TestFunctionsBoundToVFIOAtBoot(t *testing.T) {
 }
 
 func TestHandingAGPUToVFIOAndBack(t *testing.T) {
-	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = false })
+	m := boot(t, "h100-passthrough", nil)
 	before := m.nodes()
 	const gpu = "0000:43:00.0"
 	m.hand(gpu, "nvidia", "vfio-pci")
@@ -278,12 +278,12 @@ func TestUnbindHangsWhileAProcessHasTheGPUOpen(t *testing.T) {
 }
 
 func TestPersistencedKeepsTheGPU(t *testing.T) {
-	m := boot(t, "h100-passthrough", nil)
+	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = true })
 	const gpu = "0000:1b:00.0"
 	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
 	select {
 	case err := <-w.done:
-		t.Errorf("unbind ended in spite of persistence mode: %v: %s", err, &w.output)
+		t.Errorf("unbind ended in spite of nvidia-persistenced: %v: %s", err, &w.output)
 	case <-time.After(200 * time.Millisecond):
 	}
 }
@@ -297,7 +297,7 @@ func TestLateGroupNodeBelongsToTheGroup(t *testing.T) {
 }
 
 func TestEndOfTheMountEndsHungWrites(t *testing.T) {
-	m := boot(t, "h100-passthrough", nil)
+	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = true })
 	const gpu = "0000:1b:00.0"
 	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
 	m.eventually("the links are gone", func() bool { return m.driver(gpu) == "" })
