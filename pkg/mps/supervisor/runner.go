@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -185,6 +187,9 @@ func (s *Supervisor) takeOverOrStart(ctx context.Context, r *runner, c control, 
 		return nil, err
 	}
 	started, err := startTime(procRoot, p.pid)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+		return p, nil // it has ended, and the caller reports how
+	}
 	if err == nil {
 		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started, Groups: s.groups})
 	}
