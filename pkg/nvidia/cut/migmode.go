@@ -79,7 +79,7 @@ func (c partitioner) trySetMode(r request) (*device.CardState, error) {
 		ret = activation
 	}
 	// Undo a pending mode change. Otherwise the next reset of the GPU by any tool would silently
-	// change the mode. Undo it first: to name processes may hang.
+	// change the mode. This comes first, because a look at all processes may hang.
 	undone := nvml.SUCCESS
 	if now.Pending != before.Pending {
 		_, undone = card.SetMigMode(modeNumber(before.Pending))

@@ -15,6 +15,6 @@
 //   - A container gets no file from outside the driver root, whatever the driver root contains.
 //
 // A scan changes nothing on the node, except that NVIDIA's library may create missing device nodes.
-// [LinkDeviceNodes] makes links in the host's /dev/char. The
-// package keeps no state between scans: package inventory does.
+// [LinkDeviceNodes] makes links in the host's /dev/char. The package keeps no state between scans:
+// package inventory does.
 package scan
