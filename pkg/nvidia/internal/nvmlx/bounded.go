@@ -36,16 +36,20 @@ func BoundedWhile[T any](
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	var none T
-	for {
+	for began := time.Now(); ; began = time.Now() {
 		select {
 		case a := <-done:
 			return a.value, a.err
 		case <-progress:
 		case <-opensChanged:
 		case <-timer.C:
-			return none, fmt.Errorf("%s has not answered for %s", what, limit)
 		case <-ctx.Done():
 			return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
+		}
+		// Cards that hang time out together. That one of them stops waiting must not prolong the others'
+		// limit, so time alone decides.
+		if time.Since(began) >= limit {
+			return none, fmt.Errorf("%s has not answered for %s", what, limit)
 		}
 		limit, opensChanged = o.Limit(own)
 		timer.Reset(limit)

@@ -1,6 +1,7 @@
 package nvmlx
 
 import (
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -37,4 +38,33 @@ func TestSlowGPUIsNotTakenForHung(t *testing.T) {
 			t.Error(v, err)
 		}
 	})
+}
+
+// Cards that hang reach their limit together. The end of one wait must not prolong the others.
+func TestHangingCardsTimeOutTogether(t *testing.T) {
+	for range 200 {
+		synctest.Test(t, func(t *testing.T) {
+			const cards = 4
+			began, over, opens := time.Now(), make(chan struct{}), NewPendingOpens()
+			var waits sync.WaitGroup
+			var waiting []func()
+			for range cards {
+				waiting = append(waiting, opens.Add())
+			}
+			for _, done := range waiting {
+				waits.Go(func() {
+					defer done()
+					_, err := BoundedWhile(t.Context(), time.Second, nil, opens, "a card", func() (any, error) { <-over; return nil, nil })
+					if err == nil {
+						t.Error("no timeout")
+					}
+				})
+			}
+			waits.Wait()
+			close(over)
+			if took := time.Since(began); took != cards*time.Second {
+				t.Errorf("it took %s", took)
+			}
+		})
+	}
 }
