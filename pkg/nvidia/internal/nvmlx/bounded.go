@@ -32,27 +32,24 @@ func BoundedWhile[T any](
 		value, err := call()
 		done <- answer{value, err}
 	}()
-	limit, opensChanged := o.Limit(own)
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
 	var none T
-	for began := time.Now(); ; began = time.Now() {
+	for {
+		limit, opensChanged := o.Limit(own)
+		began := time.Now()
 		select {
 		case a := <-done:
 			return a.value, a.err
 		case <-progress:
 		case <-opensChanged:
-		case <-timer.C:
+		case <-time.After(limit):
 		case <-ctx.Done():
 			return none, fmt.Errorf("%s: %w", what, context.Cause(ctx))
 		}
-		// Cards that hang time out together. That one of them stops waiting must not prolong the others'
-		// limit, so time alone decides.
+		// Cards that hang time out together. Each reports so to the others, which must not restart their
+		// limit at the moment when it has passed.
 		if time.Since(began) >= limit {
 			return none, fmt.Errorf("%s has not answered for %s", what, limit)
 		}
-		limit, opensChanged = o.Limit(own)
-		timer.Reset(limit)
 	}
 }
 
