@@ -3,9 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
-	"io"
 	"io/fs"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -51,7 +49,9 @@ func TestRealGPU(t *testing.T) {
 	w.install(t, "--set", "mig.policy=static,hostPaths.sys=/sys,hostPaths.proc=/proc,driverRoot="+driverRoot)
 
 	g := realGPUs{world: w, host: host, uuids: uuidForm.FindAllString(host.run(t, "-L"), -1), before: before}
-	slices.Sort(g.uuids)
+	if slices.Sort(g.uuids); len(g.uuids) == 0 {
+		t.Fatal("nvidia-smi lists no GPU")
+	}
 	t.Run("the slices list the GPUs that nvidia-smi lists", g.testSlices)
 	t.Run("a Pod computes on its GPU alone", g.testComputes)
 	t.Run("a Pod without a claim finds no GPU", g.testStranger)
@@ -253,8 +253,8 @@ func (g realGPUs) testStranger(t *testing.T) {
 		t.Errorf("nvidia-smi of the node in the container with the claim says:\n%s", out)
 	}
 	// The device cgroup must keep the container away even from a device node that it makes itself.
-	line := "mknod /tmp/n c 195 0 && mknod /tmp/c c 195 255; cat /tmp/n; " + smi
-	if out, err := u.exec(t, u.namespace, "mate", "side", "sh", "-c", line); err == nil || strings.Contains(out, "UUID") ||
+	u.sh("mate", "side", "mknod /tmp/n c 195 0")
+	if out, err := u.exec(t, u.namespace, "mate", "side", "sh", "-c", "cat /tmp/n; "+smi); err == nil || strings.Contains(out, "UUID") ||
 		!strings.Contains(out, "Operation not permitted") {
 		t.Errorf("in the container without the claim (%v):\n%s", err, out)
 	}
@@ -303,8 +303,7 @@ func (g realGPUs) testXID(t *testing.T) {
 	}
 	counted := regexp.MustCompile(`(?m)^gpu_dra_health_events_total\{code="xid-31",.*\} 1$`)
 	took := eventually(t, 5*time.Second, "the metrics count the XID", func() (bool, string) {
-		metrics := g.metrics(t)
-		return counted.MatchString(metrics), lines(metrics, "health_events")
+		return counted.MatchString(g.get(t, realNode, "metrics")), ""
 	})
 	t.Logf("the plugin's metrics counted the XID after %s", took.Round(time.Millisecond))
 	if all := g.taints(t, realNode); len(all) > 0 {
@@ -348,7 +347,7 @@ func (g realGPUs) testUninstalled(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
-	for name, text := range map[string]string{"metrics.txt": g.metrics(t), "plugin.log": log} {
+	for name, text := range map[string]string{"metrics.txt": g.get(t, realNode, "metrics"), "plugin.log": log} {
 		if err := os.WriteFile(filepath.Join(g.host.programs, name), []byte(text), 0o644); err != nil { //nolint:gosec // for a reader
 			t.Error(err)
 		}
@@ -384,35 +383,4 @@ func (h realHost) users(t *testing.T) []string {
 	}
 	slices.Sort(users)
 	return slices.Compact(users)
-}
-
-// metrics returns the metrics of the real node's plugin.
-func (g realGPUs) metrics(t *testing.T) string {
-	t.Helper()
-	url := "http://" + g.instance(t, realNode).Status.PodIP + ":8080/metrics"
-	request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	answer, err := http.DefaultClient.Do(request)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = answer.Body.Close() }()
-	text, err := io.ReadAll(answer.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(text)
-}
-
-// lines returns the lines of text that contain part.
-func lines(text, part string) string {
-	var found []string
-	for line := range strings.Lines(text) {
-		if strings.Contains(line, part) {
-			found = append(found, line)
-		}
-	}
-	return strings.Join(found, "")
 }

@@ -131,9 +131,9 @@ func (f *File) freeMinor(gpu int) uint32 {
 	return minor
 }
 
-// Opened reports whether a process has the GPU open. NVIDIA's kernel driver does not let go of such
-// a GPU. nvidia-persistenced counts too: it takes orders through its socket only, not through NVML
-// (dra-driver-nvidia-gpu#1038).
+// Opened reports whether a process has the GPU open. An unbind of such a GPU from NVIDIA's kernel
+// driver waits. nvidia-persistenced counts too. It takes orders through its socket only, not from
+// NVML (dra-driver-nvidia-gpu#1038).
 func (f *File) Opened(gpu int) bool {
 	return atomic.LoadUint32(&f.Header().Persistenced) != 0 || f.held(lockOpen+int64(gpu), 1)
 }
