@@ -25,7 +25,8 @@ type Binding struct {
 type Found struct {
 	// Functions are the GPU's companions and, last, the GPU.
 	Functions []Binding `json:"functions"`
-	// Persistence is true if NVIDIA's driver had persistence mode on.
+	// Persistence is true if NVIDIA's driver had persistence mode on, or nvidia-persistenced kept the
+	// GPU open instead.
 	Persistence bool `json:"persistence,omitempty"`
 }
 

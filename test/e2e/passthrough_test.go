@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"fmt"
 	"regexp"
 	"strings"
@@ -38,8 +39,9 @@ func TestPassthrough(t *testing.T) {
 	})
 	t.Run("manifests for NVIDIA's DRA driver, and the example", w.testPassthroughManifests)
 	t.Run("a process that has a GPU open", w.testForeignHolder)
-	t.Run("without partitions", func(t *testing.T) {
+	t.Run("without partitions, and while nvidia-persistenced runs", func(t *testing.T) {
 		w.install(t, append(values, "--set", "mig.policy=static")...)
+		w.persistenced(t)
 		w.testPassthrough(t, functions)
 	})
 	t.Run("the GPUs serve whole again and are as they were", func(t *testing.T) { w.isBare(t, bare) })
@@ -194,6 +196,19 @@ func (w *world) testForeignHolder(t *testing.T) {
 	}
 	w.on(t, h100, "rm", "-r", process)
 	w.becomes(t, held)
+}
+
+// persistenced starts nvidia-persistenced on the node for the rest of the test. It has all GPUs
+// open.
+func (w *world) persistenced(t *testing.T) {
+	t.Helper()
+	const script = `setsid "$@" </dev/null >/run/persistenced 2>&1 & echo $!`
+	pid := strings.TrimSpace(w.on(t, h100, "sh", "-c", script, "sh", w.sim.Tool, "--root", clusterharness.NodeRoot, "persistenced"))
+	t.Cleanup(func() { _, _ = w.node(t, h100).Exec(context.WithoutCancel(t.Context()), "kill", pid) })
+	eventually(t, 30*time.Second, "nvidia-persistenced has the GPUs open", func() (bool, string) {
+		out := w.on(t, h100, "cat", "/run/persistenced")
+		return out == "open\n", out
+	})
 }
 
 func functionPath(address string) string {

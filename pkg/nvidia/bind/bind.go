@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/persistenced"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 )
 
@@ -79,9 +80,13 @@ func (b *Binder) Look(ctx context.Context, card device.Card) (f vfio.Found, err 
 		return f, err
 	}
 	f.Functions = a.List
-	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == nvidiaDriver {
-		f.Persistence, err = b.options.Cards.Persistence(ctx, card)
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != nvidiaDriver {
+		return f, nil
 	}
+	if f.Persistence, err = b.persistenced().Keeps(ctx, card.PCIAddress); err != nil || f.Persistence {
+		return f, err
+	}
+	f.Persistence, err = b.options.Cards.Persistence(ctx, card)
 	return f, err
 }
 
@@ -92,6 +97,9 @@ func (b *Binder) Bind(ctx context.Context, card device.Card, f vfio.Found) error
 		return nil
 	}
 	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == nvidiaDriver {
+		if err := b.persistenced().Close(ctx, card.PCIAddress); err != nil {
+			return err
+		}
 		if f.Persistence {
 			if err := b.options.Cards.SetPersistence(ctx, card, false); err != nil {
 				return err
@@ -105,6 +113,10 @@ func (b *Binder) Bind(ctx context.Context, card device.Card, f vfio.Found) error
 	}
 	_, err := b.call(ctx, b.order(opBind, card, f.Functions))
 	return err
+}
+
+func (b *Binder) persistenced() persistenced.Daemon {
+	return persistenced.In(b.options.Paths.DriverRoot)
 }
 
 func (b *Binder) isBound(f vfio.Found) bool {
@@ -131,6 +143,7 @@ func (b *Binder) Release(ctx context.Context, card device.Card, f vfio.Found) er
 		return err
 	}
 	if f.Persistence {
+		// nvidia-persistenced cannot open a card that came back (dra-driver-nvidia-gpu#1037).
 		if err := b.options.Cards.SetPersistence(ctx, card, true); err != nil {
 			klog.FromContext(ctx).Error(err, "Failed to switch persistence mode on again", "gpu", card.String())
 		}

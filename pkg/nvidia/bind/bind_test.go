@@ -16,11 +16,13 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/persistenced"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/sysfs"
 )
@@ -167,6 +169,46 @@ func TestCardGoesToVFIOAndComesBackAsItWas(t *testing.T) {
 	s.is(before)
 	if on, err := s.cards.Persistence(t.Context(), card); err != nil || !on {
 		t.Errorf("persistence mode afterwards: %v, %v", on, err)
+	}
+}
+
+// TestPersistencedClosesTheCard lets nvidia-persistenced keep all cards open. It closes the one
+// that goes to VFIO, and the kernel's driver has persistence mode on afterwards.
+func TestPersistencedClosesTheCard(t *testing.T) {
+	s := newSite(t, "h100-passthrough", nil)
+	card, other := s.Card(1), s.Card(2)
+	must(t, s.cards.SetPersistence(t.Context(), card, false)) // the daemon replaces it
+	daemon, err := persistenced.Start(s.Root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- daemon.Serve(ctx) }()
+	defer func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}()
+	if users := scan.Users(s.Paths(), []int{1, 2}); len(users[1]) != 1 || len(users[2]) != 1 {
+		t.Errorf("the cards are open in %v", users)
+	}
+	if foreign := scan.Foreign(s.Paths(), []int{1, 2}); len(foreign) > 0 {
+		t.Errorf("%v keep virtual machines away", foreign)
+	}
+	found := s.look(card)
+	must(t, s.Bind(t.Context(), card, found))
+	s.has(card.PCIAddress, "vfio-pci")
+	must(t, s.Release(t.Context(), card, found))
+	if on, err := s.cards.Persistence(t.Context(), card); err != nil || !on {
+		t.Errorf("persistence mode afterwards: %v, %v", on, err)
+	}
+	again := s.look(card)
+	must(t, s.Bind(t.Context(), card, again))
+	must(t, s.Release(t.Context(), card, again))
+	if kept := s.look(other); !kept.Persistence {
+		t.Error("nvidia-persistenced closed another card")
 	}
 }
 

@@ -6,6 +6,7 @@
 // returns at its deadline, and the card has no other child process until that one has ended. So a
 // hung write costs one card and one process. While it hangs, the plugin's container cannot end.
 //
-// Before a card leaves NVIDIA's driver, the plugin's own processes close it ([Cards]), its
-// persistence mode is switched off, and every other process that uses it is named in an error.
+// Before a card leaves NVIDIA's driver, nvidia-persistenced and the plugin's own processes close it
+// ([Cards]), its persistence mode is switched off, and every other process that uses it is named in
+// an error.
 package bind

@@ -15,7 +15,7 @@ import (
 const hardwareDoc = "../../../docs/hardware.md"
 
 // noDifference are the fields of a node file that do not describe how real drivers differ.
-var noDifference = []string{"name", "note", "driverVersion", "cudaVersion", "gpus", "otherDevices", "passthrough", "vfio", "persistenced"}
+var noDifference = []string{"name", "note", "driverVersion", "cudaVersion", "gpus", "otherDevices", "passthrough", "vfio"}
 
 var (
 	tableRow = regexp.MustCompile(`(?m)^\| (.+) \|$`)

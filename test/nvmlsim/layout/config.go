@@ -115,8 +115,8 @@ func (c *Config) binDir() string {
 	return "usr/bin"
 }
 
-// deviceDir returns the folder in which the driver's device nodes are created.
-func (c *Config) deviceDir() string {
+// DeviceDir returns the folder in which the driver's device nodes are created.
+func (c *Config) DeviceDir() string {
 	if c.Kind == Container {
 		return c.path("driver", "dev")
 	}

@@ -149,7 +149,7 @@ func (c *Config) applyDevices(v view) error {
 			return err
 		}
 	}
-	if err := c.applyNodes(c.deviceDir(), nodes); err != nil {
+	if err := c.applyNodes(c.DeviceDir(), nodes); err != nil {
 		return err
 	}
 	if c.Kind == Container && c.Node.HostNodesInPart {

@@ -111,7 +111,7 @@ func (c *Config) Apply(f *state.File) error {
 	if err != nil {
 		return err
 	}
-	if err := f.Place(c.root, c.deviceDir(), m.caps, c.PlainDevices); err != nil {
+	if err := f.Place(c.root, c.DeviceDir(), m.caps, c.PlainDevices); err != nil {
 		return err
 	}
 	return f.WithCapabilities(func() error { return c.apply(look(f)) })

@@ -286,7 +286,7 @@ func TestDriverInstalledLater(t *testing.T) {
 			o := options(t, "l40s-x2", kind)
 			o.NoDriver = true
 			c := up(t, o)
-			if exists(c.DriverRoot(), "lib") || exists(c.deviceDir(), "nvidiactl") || exists(c.root, "proc/driver/nvidia") {
+			if exists(c.DriverRoot(), "lib") || exists(c.DeviceDir(), "nvidiactl") || exists(c.root, "proc/driver/nvidia") {
 				t.Error("there is a driver at once")
 			}
 			if strings.Contains(read(t, c.root, "proc/devices"), "nvidia") || exists(c.root, "sys/bus/pci/devices/0000:3d:00.0/driver") {
@@ -300,7 +300,7 @@ func TestDriverInstalledLater(t *testing.T) {
 				t.Fatal(err)
 			}
 			change(t, loaded, func(f *state.File) error { return loaded.DriverBack(f, "", "") })
-			if !exists(c.DriverRoot(), c.LibraryDir, "libcuda.so.580.95.05") || !exists(c.deviceDir(), "nvidia1") ||
+			if !exists(c.DriverRoot(), c.LibraryDir, "libcuda.so.580.95.05") || !exists(c.DeviceDir(), "nvidia1") ||
 				!exists(c.root, "proc/driver/nvidia/version") {
 				t.Error("the driver did not come")
 			}

@@ -136,7 +136,6 @@ struct nvmlsim_header {
     uint32_t lost_answer;           /* enum nvmlsim_lost: what `lose` makes a GPU answer */
     uint32_t gsp_timeout_ms;        /* how long a call on a silent GPU takes */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
-    uint32_t persistenced;     /* 1: a daemon keeps every GPU with persistence mode open */
     uint32_t vfio_loaded;      /* 1: the kernel has the module vfio_pci */
 };
 

@@ -70,9 +70,6 @@ type Node struct {
 	// part of it.
 	Passthrough bool `json:"passthrough,omitempty"`
 	VFIO        VFIO `json:"vfio,omitzero"`
-	// Persistenced says that nvidia-persistenced runs. It keeps every GPU open, so an unbind of a GPU
-	// from NVIDIA's kernel driver does not end.
-	Persistenced bool `json:"persistenced,omitempty"`
 }
 
 // The values of ConfidentialComputing that switch it on.

@@ -132,11 +132,8 @@ func (f *File) freeMinor(gpu int) uint32 {
 }
 
 // Opened reports whether a process has the GPU open. An unbind of such a GPU from NVIDIA's kernel
-// driver waits. nvidia-persistenced counts too. It takes orders through its socket only, not from
-// NVML (dra-driver-nvidia-gpu#1038).
-func (f *File) Opened(gpu int) bool {
-	return atomic.LoadUint32(&f.Header().Persistenced) != 0 || f.held(lockOpen+int64(gpu), 1)
-}
+// driver waits.
+func (f *File) Opened(gpu int) bool { return f.held(lockOpen+int64(gpu), 1) }
 
 // ErrKilled means that a fault killed the process that made the call.
 var ErrKilled = errors.New("killed, as ordered")

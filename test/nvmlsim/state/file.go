@@ -80,7 +80,6 @@ func (f *File) fill(header Header, spec Spec, index map[string]uint32) error {
 	header.FabricSettleMS = defaultFabricSettleMS
 	header.blocks(spec.Node)
 	header.AttachCostMS = uint64(spec.Node.AttachCost.Milliseconds())
-	header.Persistenced = flag(spec.Node.Persistenced)
 	header.VFIOLoaded = vfioAtBoot(spec.Node)
 	if err := putString(header.NodeName[:], spec.Node.Name, "node name"); err != nil {
 		return err

@@ -80,7 +80,6 @@ type Header struct {
 	LostAnswer          uint32 `c:"lost_answer"`
 	GSPTimeoutMS        uint32 `c:"gsp_timeout_ms"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
-	Persistenced        uint32 `c:"persistenced"`
 	VFIOLoaded          uint32 `c:"vfio_loaded"`
 }
 

@@ -79,6 +79,15 @@ func (f *File) HoldDriver() error {
 	return nil
 }
 
+// Attach keeps the GPU open while the file is open, as a process does that only opens its device
+// node.
+func (f *File) Attach(gpu int) error {
+	if err := f.HoldDriver(); err != nil {
+		return err
+	}
+	return f.lock(syscall.F_RDLCK, lockOpen+int64(gpu), false)
+}
+
 // Take registers this process as computing on the device until the file is closed. It fails if the
 // GPU's compute mode does not allow another process.
 func (f *File) Take(d Device) error {

@@ -277,17 +277,6 @@ func TestUnbindHangsWhileAProcessHasTheGPUOpen(t *testing.T) {
 	m.has(gpu0, "vfio-pci")
 }
 
-func TestPersistencedKeepsTheGPU(t *testing.T) {
-	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = true })
-	const gpu = "0000:1b:00.0"
-	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
-	select {
-	case err := <-w.done:
-		t.Errorf("unbind ended in spite of nvidia-persistenced: %v: %s", err, &w.output)
-	case <-time.After(200 * time.Millisecond):
-	}
-}
-
 func TestLateGroupNodeBelongsToTheGroup(t *testing.T) {
 	m := boot(t, "vfio-awkward", nil)
 	m.hand(gpu0, "nvidia", "vfio-pci")
@@ -297,8 +286,16 @@ func TestLateGroupNodeBelongsToTheGroup(t *testing.T) {
 }
 
 func TestEndOfTheMountEndsHungWrites(t *testing.T) {
-	m := boot(t, "h100-passthrough", func(o *layout.Options) { o.Config.Node.Persistenced = true })
+	m := boot(t, "h100-passthrough", nil)
 	const gpu = "0000:1b:00.0"
+	holder, err := state.Open(m.state.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = holder.Close() }()
+	if err := holder.Attach(0); err != nil {
+		t.Fatal(err)
+	}
 	w := m.start(gpu, "bus/pci/drivers/nvidia/unbind")
 	m.eventually("the links are gone", func() bool { return m.driver(gpu) == "" })
 	root := filepath.Dir(m.config.SysPath())

@@ -12,12 +12,13 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/persistenced"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/sysfs"
 )
 
 func newSysfs(n *node) []*cobra.Command {
-	return []*cobra.Command{newServe(n), newVFIO(n)}
+	return []*cobra.Command{newServe(n), newVFIO(n), newPersistenced(n)}
 }
 
 // readyFD is the descriptor on which serve reports to startSysfs: nothing when the file system is
@@ -85,6 +86,22 @@ func startSysfs(root string) error {
 		return fmt.Errorf("serve sysfs: %s", failure)
 	}
 	return server.Process.Release()
+}
+
+func newPersistenced(n *node) *cobra.Command {
+	return &cobra.Command{
+		Use: "persistenced", Short: "Stand for nvidia-persistenced until a signal comes", Args: cobra.NoArgs,
+		RunE: func(command *cobra.Command, _ []string) error {
+			daemon, err := persistenced.Start(n.root)
+			if err != nil {
+				return err
+			}
+			ctx, stop := signal.NotifyContext(command.Context(), syscall.SIGTERM, os.Interrupt)
+			defer stop()
+			fmt.Println("open")
+			return daemon.Serve(ctx)
+		},
+	}
 }
 
 func newVFIO(n *node) *cobra.Command {
