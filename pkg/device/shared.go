@@ -25,9 +25,9 @@ const (
 
 const (
 	// Claims that share a device cannot get this much of its memory. NVML's total memory includes what
-	// the driver reserves (nvmlMemory_v2_t.reserved): some hundred MiB on a GPU, very little on a MIG
-	// instance. The MPS server also needs memory on the device.
-	reserveOfWhole     = 1 << 30
+	// the driver reserves (nvmlMemory_v2_t.reserved): 616 MiB of an H200, very little of a MIG
+	// instance. The MPS server needs memory, too: a CUDA process took 520 MiB (docs/hardware.md).
+	reserveOfWhole     = 1280 << 20
 	reserveOfPartition = 256 << 20
 
 	// minFraction is the least memory that a claim on a shared device gets, and what it gets if it

@@ -96,8 +96,8 @@ func TestPublishedShare(t *testing.T) {
 	want := []string{
 		fmt.Sprintf(of(`"memoryLimit":{"string":"process"}`,
 			`"cores":{"value":"100","requestPolicy":{"default":"0","validRange":{"min":"0","max":"100","step":"1"}}},`+
-				`"memory":{"value":"44992Mi","requestPolicy":{"default":"1Gi",`+
-				`"validRange":{"min":"1Gi","max":"44992Mi","step":"64Mi"}}}`), `{"string":"MPS"}`),
+				`"memory":{"value":"44736Mi","requestPolicy":{"default":"1Gi",`+
+				`"validRange":{"min":"1Gi","max":"44736Mi","step":"64Mi"}}}`), `{"string":"MPS"}`),
 		fmt.Sprintf(of(`"memoryLimit":{"string":"none"}`,
 			`"shares":{"value":"4","requestPolicy":{"default":"1","validRange":{"min":"1","max":"4","step":"1"}}}`),
 			`{"string":"TimeSlicing"}`),

@@ -93,7 +93,7 @@ func TestConsumedCapacityOfAShare(t *testing.T) {
 		{"no amounts", l40s, nil, amounts("1Gi", "0"), 42},
 		{"too little", l40s, amounts("1Mi", "0"), amounts("1Gi", "0"), 42},
 		{"between two steps", l40s, amounts("2049Mi", "1"), amounts("2112Mi", "1"), 20},
-		{"all", l40s, amounts("44992Mi", "100"), amounts("44992Mi", "100"), 0},
+		{"all", l40s, amounts("44736Mi", "100"), amounts("44736Mi", "100"), 0},
 		{"more than there is", l40s, memory("45Gi"), nil, 0},
 		{"all the card's own memory", l40s, memory("46068Mi"), nil, 0},
 		{"more cores than there are", l40s, amounts("1Gi", "101"), nil, 0},

@@ -152,27 +152,20 @@ func (q *Quiescer) setReason(reason string) {
 }
 
 // Run calls watch, the hardware watcher, and cancels it when a release is requested. After the
-// release it calls watch again. An error of watch means that watch may still have the hardware
-// open.
+// release it calls watch again. If a release is requested at the start, it first calls watch with a
+// canceled context, so that watch reports the GPUs as released. An error of watch means that watch
+// may still have the hardware open.
 func (q *Quiescer) Run(ctx context.Context, watch func(context.Context) error) {
-	var err error
+	logger := klog.FromContext(ctx)
 	for ctx.Err() == nil {
-		current, ended := q.current()
-		if current.Err() != nil {
-			q.awaitReleased(ctx, ended, err)
-			select {
-			case <-ctx.Done():
-			case <-ended:
-			}
-			continue
-		}
-		running, stop := context.WithCancel(ctx)
-		detach := context.AfterFunc(current, stop)
-		err = watch(running)
+		current, _ := q.current()
+		running, stop := context.WithCancel(klog.NewContext(current, logger))
+		detach := context.AfterFunc(ctx, stop)
+		err := watch(running)
 		detach()
 		stop()
 		if err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Stopped watching the GPUs after an error")
+			logger.Error(err, "Stopped watching the GPUs after an error")
 		}
 		if hangingProcesses(err) != nil {
 			q.trackHanging(err) // awaitUnused waits for these processes
@@ -180,6 +173,12 @@ func (q *Quiescer) Run(ctx context.Context, watch func(context.Context) error) {
 		}
 		if current.Err() == nil {
 			return // watch ended without a release request
+		}
+		_, ended := q.current()
+		q.awaitReleased(ctx, ended, err)
+		select {
+		case <-ctx.Done():
+		case <-ended:
 		}
 	}
 }

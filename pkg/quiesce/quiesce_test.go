@@ -247,6 +247,29 @@ func TestWithdrawnReleaseRequestEndsTheWait(t *testing.T) {
 	})
 }
 
+// TestWatcherReportsTheReleaseOfAnEarlierProcess starts the plugin while the GPUs are released.
+func TestWatcherReportsTheReleaseOfAnEarlierProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		dir := t.TempDir()
+		newFixtureIn(t, dir).Observe(nodeWithLabel("paused-for-driver-upgrade"))
+		r := newFixtureIn(t, dir)
+		ctx, stop := context.WithCancel(t.Context())
+		var canceled []bool
+		go r.Run(ctx, func(ctx context.Context) error { canceled = append(canceled, ctx.Err() != nil); <-ctx.Done(); return nil })
+		synctest.Wait()
+		if !slices.Equal(canceled, []bool{true}) {
+			t.Errorf("while the GPUs are released, watch was called with a canceled context: %v", canceled)
+		}
+		r.Observe(nodeWithLabel("true"))
+		synctest.Wait()
+		if !slices.Equal(canceled, []bool{true, false}) {
+			t.Errorf("after the release, watch was called with a canceled context: %v", canceled)
+		}
+		stop()
+		synctest.Wait()
+	})
+}
+
 func advance(d time.Duration) {
 	time.Sleep(d) //nolint:forbidigo // synctest's time
 	synctest.Wait()
