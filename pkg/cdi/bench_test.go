@@ -16,7 +16,7 @@ func BenchmarkClaimSpec(b *testing.B) {
 	b.Run("render", func(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {
-			if _, err := encode(&specs.Spec{Kind: claimKind, Devices: devices}); err != nil {
+			if _, err := encode(&specs.Spec{Kind: ClaimKind, Devices: devices}); err != nil {
 				b.Fatal(err)
 			}
 		}

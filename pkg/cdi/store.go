@@ -28,8 +28,9 @@ const (
 	baseClass  = "base"
 	claimClass = "claim"
 	baseDevice = "driver"
-	claimKind  = Vendor + "/" + claimClass
 
+	// ClaimKind is the CDI kind of the devices in the specs of claims.
+	ClaimKind = Vendor + "/" + claimClass
 	// BaseID is the CDI ID that gives a container the edits of the base spec.
 	BaseID = Vendor + "/" + baseClass + "=" + baseDevice
 
@@ -77,7 +78,7 @@ func ClaimDeviceName(uid types.UID, device string, shareID *types.UID) string {
 
 // ClaimDeviceID returns the CDI ID of a claim's device.
 func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
-	return claimKind + "=" + ClaimDeviceName(uid, device, shareID)
+	return ClaimKind + "=" + ClaimDeviceName(uid, device, shareID)
 }
 
 // WriteBase writes the base spec. The edits apply to the whole spec, so the runtime applies them
@@ -106,14 +107,14 @@ func (s *Store) WriteClaim(uid types.UID, devices []specs.Device) error {
 			return fmt.Errorf("CDI spec %s: device %q does not belong to the claim: its name does not begin with the claim's UID", name, d.Name)
 		}
 	}
-	return s.write(name, ofClaim, &specs.Spec{Kind: claimKind, Devices: devices}, false)
+	return s.write(name, ofClaim, &specs.Spec{Kind: ClaimKind, Devices: devices}, false)
 }
 
 // Render returns the base spec with the edits common and the spec of one claim with these devices,
 // byte for byte as [Store] would write them. It writes no file.
 func Render(common specs.ContainerEdits, devices []specs.Device) (base, claim []byte, err error) {
 	var rendered [2][]byte
-	for i, spec := range []*specs.Spec{baseSpec(common), {Kind: claimKind, Devices: devices}} {
+	for i, spec := range []*specs.Spec{baseSpec(common), {Kind: ClaimKind, Devices: devices}} {
 		if rendered[i], err = encode(spec); err == nil {
 			err = check(rendered[i])
 		}

@@ -278,7 +278,7 @@ func TestRuntimeReadsCheckedSpecs(t *testing.T) {
 		if random.IntN(50) == 0 {
 			text = bytes.Repeat([]byte("text: "), 200) // longer than YAML takes the names of fields to be
 		}
-		spec := &specs.Spec{Kind: claimKind, Devices: []specs.Device{
+		spec := &specs.Spec{Kind: ClaimKind, Devices: []specs.Device{
 			{Name: "gpu", ContainerEdits: specs.ContainerEdits{Env: []string{"TEXT=" + string(text)}}},
 		}}
 		data, err := encode(spec)

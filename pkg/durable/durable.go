@@ -18,6 +18,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // FS is the part of a file system that this package uses.
@@ -270,4 +272,21 @@ func kind(mode fs.FileMode) string {
 		return "a symbolic link"
 	}
 	return "a device, pipe or socket (" + mode.Type().String() + ")"
+}
+
+// Stamp changes whenever a file's content, or a directory's list of names, changes. It is zero if
+// the file or directory cannot be read.
+type Stamp struct {
+	device, inode uint64
+	size          int64
+	changed       unix.Timespec
+}
+
+// StampOf returns the stamp of the file or directory at path.
+func StampOf(path string) Stamp {
+	var s unix.Stat_t
+	if err := unix.Stat(path, &s); err != nil {
+		return Stamp{}
+	}
+	return Stamp{s.Dev, s.Ino, s.Size, s.Ctim}
 }

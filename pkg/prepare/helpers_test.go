@@ -352,7 +352,7 @@ func newWorldWithShares(t *testing.T) *world {
 	withMPS(w)
 	for i := range w.snapshot.Node.GPUs {
 		g := &w.snapshot.Node.GPUs[i]
-		g.MemoryBytes = 41 * gib
+		g.MemoryBytes = 41*gib + gib/4
 		mig := *g.MIG
 		mig.Profiles = slices.Clone(mig.Profiles)
 		for j := range mig.Profiles {

@@ -22,15 +22,9 @@ var limits = map[string]resourceapi.QualifiedName{
 	device.CapacityMemory: "memoryLimitBytes", device.CapacityCores: "coresLimitPercent", device.CapacityShares: "shares",
 }
 
-// metadataDevice returns the name, within the claim's CDI spec, of the CDI device with the metadata
-// of a request. It differs from every device's name.
-func metadataDevice(request string) string {
-	return "metadata-" + resourceclaim.BaseRequestRef(request)
-}
-
-// describeDevices adds the claim's metadata to the plan's CDI spec: what the files say, and for
-// each request a CDI device that mounts its file. It is a CDI device of its own because a container
-// may use only one of several requests that have the same device.
+// describeDevices adds the claim's metadata to the plan's CDI spec and answer: what the files say,
+// and for each request a CDI device that mounts its file. It is a CDI device of its own because a
+// container may use only one of several requests that have the same device.
 func (p *Preparer) describeDevices(pl *plan) error {
 	m, r := pl.spec.Metadata, pl.record
 	if m == nil {
@@ -46,9 +40,9 @@ func (p *Preparer) describeDevices(pl *plan) error {
 				return cause.Wrap(cause.Claim, err)
 			}
 			at, m.Requests = len(m.Requests), append(m.Requests, metadata.Request{Name: d.Request})
-			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{
-				Name: cdi.ClaimDeviceName(r.ClaimUID, metadataDevice(d.Request), nil), Edits: edits,
-			})
+			name := cdi.ClaimDeviceName(r.ClaimUID, "metadata-"+resourceclaim.BaseRequestRef(d.Request), nil)
+			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{Name: name, Edits: edits})
+			pl.answer[i].CDIDeviceIDs = append(pl.answer[i].CDIDeviceIDs, cdi.ClaimKind+"="+name)
 		}
 		m.Requests[at].Devices = append(m.Requests[at].Devices, upstream.Device{
 			Driver: device.DriverName, Pool: d.Pool, Name: d.Device, Attributes: describe(d, pl.requests[i], pl.snapshot.Node.Driver),

@@ -13,22 +13,11 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// isAway reports whether the device needs NVIDIA's driver, but that driver does not have the GPU,
-// because a virtual machine has or may get it. The inventory then has no device node of it.
-func (req *deviceRequest) isAway() bool {
-	return !req.name.Passthrough && req.gpu.Passthrough != nil && len(req.gpuEdits.DeviceNodes) == 0
-}
-
-// planPassthrough plans the step that binds the GPU to VFIO, if the result is a GPU for virtual
-// machines. It returns an error if the GPU cannot serve the device now.
+// planPassthrough plans the step that binds the GPU of the result, a device for virtual machines,
+// to VFIO. It returns an error if the GPU cannot serve the device now.
 func planPassthrough(r claim.Result, req *deviceRequest) error {
 	facts := req.gpu.Passthrough
 	switch {
-	case req.isAway():
-		return cause.Errorf(cause.Device, "request %s: NVIDIA's driver does not have the GPU of device %s: only virtual machines can use it now",
-			r.Request, r.Device)
-	case !req.name.Passthrough:
-		return nil
 	case r.AdminAccess:
 		return cause.Errorf(cause.Claim, "request %s: device %s cannot be had with admin access: it belongs to one virtual machine",
 			r.Request, r.Device)

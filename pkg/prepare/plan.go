@@ -8,6 +8,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -40,6 +41,9 @@ type plan struct {
 	// which writes the claim's CDI spec.
 	steps []steps.Step
 	spec  *steps.ClaimSpec
+	// answer has the devices with their CDI devices: the node-wide one, unless the device is for a
+	// virtual machine, the claim's own, and at the first device of each request that of its metadata.
+	answer []kubeletplugin.Device
 }
 
 // deviceRequest is one allocated device, with its GPU and the steps that create its partition.
@@ -65,6 +69,12 @@ type deviceRequest struct {
 type partition struct {
 	instance device.Instance
 	compute  device.ComputeInstance
+}
+
+// isAway reports whether the device needs NVIDIA's driver, but that driver does not have the GPU,
+// because a virtual machine has or may get it. The inventory then has no device node of it.
+func (req *deviceRequest) isAway() bool {
+	return !req.name.Passthrough && req.gpu.Passthrough != nil && len(req.gpuEdits.DeviceNodes) == 0
 }
 
 // makePlan makes a plan from the claim's allocation, without reading or changing the hardware. It
@@ -101,8 +111,14 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 			return nil, cause.Errorf(cause.Device, "request %s was allocated device %s, which is not on this node%s", r.Request, r.Device,
 				explainMissing(snapshot, r.Device))
 		}
-		if err := planPassthrough(r, &req); err != nil {
-			return nil, err
+		switch {
+		case req.isAway():
+			return nil, cause.Errorf(cause.Device, "request %s: NVIDIA's driver does not have the GPU of device %s: only virtual machines can use it now",
+				r.Request, r.Device)
+		case req.name.Passthrough:
+			if err := planPassthrough(r, &req); err != nil {
+				return nil, err
+			}
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,

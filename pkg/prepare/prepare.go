@@ -101,7 +101,7 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 			return nil, err
 		}
 		if kept {
-			return pl.kubeletDevices(p.opts.Pool), nil
+			return pl.answer, nil
 		}
 	}
 	if len(pl.record.Devices) == 0 {
@@ -114,7 +114,7 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 	if err := p.execute(ctx, pl); err != nil {
 		return nil, err
 	}
-	return pl.kubeletDevices(p.opts.Pool), nil
+	return pl.answer, nil
 }
 
 // checkReserved refuses a claim that is reserved for no Pod. The kubelet never prepares such a
@@ -166,26 +166,16 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 	return nil
 }
 
-// verifyNode writes the node-wide CDI spec. It returns an error if a file that every GPU container
-// needs, or a device node of the plan's GPUs, does not exist.
+// verifyNode writes the node-wide CDI spec, unless the claim is for virtual machines only. It
+// returns an error if a file that every GPU container needs does not exist.
 func (p *Preparer) verifyNode(pl *plan) error {
-	if slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return !req.name.Passthrough }) {
-		if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
-			return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
-		}
-		if err := p.node.Specs.WriteBase(pl.snapshot.Node.Common); err != nil {
-			return cause.Wrap(cause.Step, err)
-		}
+	if !slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return !req.name.Passthrough }) {
+		return nil
 	}
-	for i, req := range pl.requests {
-		if req.name.Passthrough {
-			continue
-		}
-		if err := p.opts.Edits.Verify(req.gpuEdits); err != nil {
-			return cause.Errorf(cause.Device, "device %s: %w", pl.record.Devices[i].Device, err)
-		}
+	if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
+		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
-	return nil
+	return cause.Wrap(cause.Step, p.node.Specs.WriteBase(pl.snapshot.Node.Common))
 }
 
 // execute prepares the claim: it plans the steps, saves them as a record, applies them and saves
@@ -206,10 +196,6 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	env := steps.NewEnv(p.node, r, nil)
 	env.UUID = pl.deviceUUID
 	pl.spec = &steps.ClaimSpec{Clients: pl.sharing.clients, Metadata: pl.metadata}
-	inMIGMode, err := p.inMIGModes(work, env, pl)
-	if err != nil {
-		return err
-	}
 	pl.steps = nil // reprepare may have adopted those of the claim's old record
 	for _, req := range pl.requests {
 		if req.passthrough != nil {
@@ -226,15 +212,15 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	}
 	r.State = checkpoint.Preparing
 	env.Steps = pl.allSteps()
-	// The plan need not be recorded first for what needs no revert: a disabled MIG mode, and the CDI
-	// spec, because the plugin's next start removes a spec without a record.
+	if err := p.leaveMIGModes(work, env, pl); err != nil {
+		return err
+	}
+	// The CDI spec alone need not be recorded first, because the plugin's next start removes a spec
+	// without a record.
 	if len(pl.steps) > 0 {
 		if err := env.Journal(); err != nil {
 			return errors.Join(err, p.node.Records.Remove(r.ClaimUID))
 		}
-	}
-	err = makeWhole(work, env, inMIGMode)
-	if err == nil {
 		err = steps.ApplyAll(work, env, pl.steps)
 	}
 	if err == nil {
@@ -254,10 +240,10 @@ func (p *Preparer) execute(ctx context.Context, pl *plan) (err error) {
 	return cause.OrStep(err)
 }
 
-// inMIGModes returns the GPUs whose MIG mode must be disabled, because the claim has the whole GPU
-// or a share of it. It reads a GPU only if the inventory or a mark of this driver on disk says that
-// the mode may be enabled.
-func (p *Preparer) inMIGModes(ctx context.Context, env *steps.Env, pl *plan) (list []device.GPU, _ error) {
+// leaveMIGModes disables the MIG mode of the GPUs of which the claim has the whole or a share.
+// Nothing must revert that: creating the next partition enables the mode. It reads a GPU only if
+// the inventory or a mark of this driver on disk says that the mode may be enabled.
+func (p *Preparer) leaveMIGModes(ctx context.Context, env *steps.Env, pl *plan) error {
 	checked := map[string]bool{} // the claim may have several shares of a GPU
 	for i, req := range pl.requests {
 		d, mig := pl.record.Devices[i], req.gpu.MIG
@@ -269,54 +255,38 @@ func (p *Preparer) inMIGModes(ctx context.Context, env *steps.Env, pl *plan) (li
 		checked[d.GPU] = true
 		_, marked, err := p.node.Records.Marked(d.GPU)
 		if err != nil {
-			return nil, cause.Errorf(cause.Record, "request %s: %w", d.Request, err)
+			return cause.Errorf(cause.Record, "request %s: %w", d.Request, err)
 		}
 		if !marked && (mig == nil || !mig.Enabled) {
 			continue
 		}
-		enabled, err := p.inMIGMode(ctx, env, req.gpu)
-		if err != nil {
-			return nil, cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
-		}
-		if enabled {
-			list = append(list, req.gpu)
-		}
-	}
-	return list, nil
-}
-
-func makeWhole(ctx context.Context, env *steps.Env, gpus []device.GPU) error {
-	for _, g := range gpus {
-		if err := steps.MakeWhole(ctx, env, g); err != nil {
-			return err
+		if err := p.leaveMIGMode(ctx, env, req.gpu); err != nil {
+			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		}
 	}
 	return nil
 }
 
-// writeSpec writes the claim's CDI spec and metadata, and fills in the MIG UUIDs of its record. All
-// steps that create partitions were applied before. If a file or device node in the spec does not
-// exist, writeSpec returns an error instead.
+// writeSpec writes the claim's CDI spec and metadata, and fills in the answer to the kubelet and
+// the MIG UUIDs of the record. All steps that create partitions were applied before. If a file or
+// device node in the spec does not exist, writeSpec returns an error instead.
 func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) error {
-	pl.spec.Devices = nil
+	pl.spec.Devices, pl.answer = nil, nil
 	for i, req := range pl.requests {
 		d, edits := &pl.record.Devices[i], req.gpuEdits
-		if req.passthrough != nil {
+		switch {
+		case req.passthrough != nil:
 			edits = passthroughEdits(req.passthrough)
-			if err := p.opts.Edits.Verify(edits); err != nil {
-				return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
-			}
-		}
-		if req.name.Partition != nil {
+		case req.name.Partition != nil:
 			part, err := req.partition()
 			if err != nil {
 				return err
 			}
 			d.MIGUUID = part.compute.UUID
 			edits = p.opts.Edits.MIG(edits, part.instance, part.compute)
-			if err := p.opts.Edits.Verify(edits); err != nil {
-				return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
-			}
+		}
+		if err := p.opts.Edits.Verify(edits); err != nil {
+			return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
 		}
 		for _, c := range pl.spec.Clients {
 			if slices.Contains(c.Devices, i) {
@@ -332,6 +302,12 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 		if !slices.ContainsFunc(pl.spec.Devices, func(there steps.SpecDevice) bool { return there.Name == name }) {
 			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{Name: name, Edits: edits})
 		}
+		given := kubeletplugin.Device{Requests: []string{d.Request}, PoolName: p.opts.Pool, DeviceName: d.Device, ShareID: d.ShareID}
+		if !req.name.Passthrough {
+			given.CDIDeviceIDs = []string{cdi.BaseID}
+		}
+		given.CDIDeviceIDs = append(given.CDIDeviceIDs, cdi.ClaimKind+"="+name)
+		pl.answer = append(pl.answer, given)
 	}
 	for _, c := range pl.spec.Clients {
 		if err := p.opts.Edits.Verify(p.opts.Edits.MPSClient(c.Daemon)); err != nil {
@@ -341,33 +317,11 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 	if err := p.describeDevices(pl); err != nil {
 		return err
 	}
-	return steps.ApplyAll(ctx, env, []steps.Step{pl.spec})
+	return pl.spec.Apply(ctx, env)
 }
 
 // recordResult saves r as the record of a prepared claim, with the steps of env.
 func (p *Preparer) recordResult(r *checkpoint.Record, env *steps.Env) error {
 	r.State, r.BootID = checkpoint.Prepared, p.node.BootID
 	return env.Journal()
-}
-
-// kubeletDevices returns the answer to the kubelet. Each allocated device has two CDI devices: the
-// node-wide one, unless it is for a virtual machine, and the claim's own. The first device of each
-// request also has the CDI device with the request's metadata.
-func (pl *plan) kubeletDevices(pool string) []kubeletplugin.Device {
-	answer := make([]kubeletplugin.Device, len(pl.record.Devices))
-	described := map[string]bool{}
-	for i, d := range pl.record.Devices {
-		answer[i] = kubeletplugin.Device{
-			Requests: []string{d.Request}, PoolName: pool, DeviceName: d.Device, ShareID: d.ShareID,
-			CDIDeviceIDs: []string{cdi.ClaimDeviceID(pl.record.ClaimUID, d.Device, d.ShareID)},
-		}
-		if !pl.requests[i].name.Passthrough {
-			answer[i].CDIDeviceIDs = slices.Insert(answer[i].CDIDeviceIDs, 0, cdi.BaseID)
-		}
-		if pl.spec.Metadata != nil && !described[d.Request] {
-			described[d.Request] = true
-			answer[i].CDIDeviceIDs = append(answer[i].CDIDeviceIDs, cdi.ClaimDeviceID(pl.record.ClaimUID, metadataDevice(d.Request), nil))
-		}
-	}
-	return answer
 }

@@ -65,16 +65,11 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 	work, cancel := steps.WithTimeout(ctx, steps.CallTime, steps.AnswerTime)
 	defer cancel()
 	env := steps.NewEnv(p.node, &old, nil)
-	inMIGMode, err := p.inMIGModes(work, env, pl)
-	if err != nil {
+	if err := p.leaveMIGModes(work, env, pl); err != nil {
 		return false, err
 	}
 	env.Steps = pl.allSteps()
-	err = makeWhole(work, env, inMIGMode)
-	if err == nil {
-		err = steps.ApplyAll(work, env, steps.Of[*steps.Passthrough](pl.steps))
-	}
-	if err != nil {
+	if err := steps.ApplyAll(work, env, steps.Of[*steps.Passthrough](pl.steps)); err != nil {
 		return false, cause.OrStep(err)
 	}
 	return true, p.refresh(work, old, pl, p.restoreAll)

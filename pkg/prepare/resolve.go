@@ -56,28 +56,28 @@ func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *pl
 	return nil
 }
 
-// inMIGMode reports whether the GPU's MIG mode must be disabled before the whole GPU can be used.
-func (p *Preparer) inMIGMode(ctx context.Context, env *steps.Env, g device.GPU) (bool, error) {
+// leaveMIGMode disables the GPU's MIG mode, if it is enabled and the GPU has no instances.
+func (p *Preparer) leaveMIGMode(ctx context.Context, env *steps.Env, g device.GPU) error {
 	name := g.WholeName()
 	state, err := env.CardState(ctx, g.Card())
-	if err != nil {
-		return false, cause.OrStep(err)
-	}
 	switch {
+	case err != nil:
 	case !state.MIG.Enabled:
-		if err := p.node.Records.Unmark(name); err != nil {
-			return false, cause.Wrap(cause.Record, err)
-		}
-		return false, steps.CheckDeviceNode(name, g.Minor, state.Minor)
+		err = cause.Wrap(cause.Record, p.node.Records.Unmark(name))
 	case len(state.MIG.Instances) > 0:
-		return false, cause.Errorf(cause.Device,
+		return cause.Errorf(cause.Device,
 			"%s cannot be used whole: it has %s, which no claim of this driver created: remove them (nvidia-smi mig), or delete the claim's Pods "+
 				"to have it allocated elsewhere",
 			name, steps.DescribeInstances(state.MIG.Instances...))
 	case g.MIG != nil && g.MIG.ModeFixed:
-		return false, cause.Errorf(cause.Device, "%s cannot be used whole: MIG mode is enabled, and only a GPU reset can disable it", name)
+		return cause.Errorf(cause.Device, "%s cannot be used whole: MIG mode is enabled, and only a GPU reset can disable it", name)
+	default:
+		state, err = steps.DisableMIGMode(ctx, env, g.Card(), name)
 	}
-	return true, nil
+	if err != nil {
+		return cause.OrStep(err)
+	}
+	return steps.CheckDeviceNode(name, g.Minor, state.Minor)
 }
 
 // resolvePartition finds the partition for the request: one that other claims already share, or one

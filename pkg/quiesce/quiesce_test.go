@@ -255,7 +255,11 @@ func TestWatcherReportsTheReleaseOfAnEarlierProcess(t *testing.T) {
 		r := newFixtureIn(t, dir)
 		ctx, stop := context.WithCancel(t.Context())
 		var canceled []bool
-		go r.Run(ctx, func(ctx context.Context) error { canceled = append(canceled, ctx.Err() != nil); <-ctx.Done(); return nil })
+		go r.Run(ctx, func(ctx context.Context) error {
+			canceled = append(canceled, ctx.Err() != nil)
+			<-ctx.Done()
+			return nil
+		})
 		synctest.Wait()
 		if !slices.Equal(canceled, []bool{true}) {
 			t.Errorf("while the GPUs are released, watch was called with a canceled context: %v", canceled)

@@ -7,20 +7,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// MakeWhole disables MIG mode on a GPU without MIG instances, so that the whole GPU can be used. It
-// is no step, because nothing must revert it: creating the next partition enables the mode.
-func MakeWhole(ctx context.Context, env *Env, g device.GPU) error {
-	defer env.forgetCard(g.Card())
-	state, err := DisableMIGMode(ctx, env, g.Card(), g.WholeName())
-	if err != nil {
-		return err
-	}
-	return CheckDeviceNode(g.WholeName(), g.Minor, state.Minor)
-}
-
 // DisableMIGMode disables MIG mode. Then it removes the file that says that this driver enabled the
 // mode.
 func DisableMIGMode(ctx context.Context, env *Env, card device.Card, gpu string) (device.CardState, error) {
+	defer env.forgetCard(card)
 	state, err := env.Partitions.SetMode(ctx, card, false)
 	if err != nil {
 		return state, fmt.Errorf("disable MIG mode of %s: %w", gpu, err)

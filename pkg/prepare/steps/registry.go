@@ -40,19 +40,6 @@ func order(key string) int {
 	return slices.IndexFunc(sharables, func(empty func() Sharable) bool { return empty().Kind() == kind })
 }
 
-// Encode encodes the steps for the claim's record.
-func Encode(list []Step) ([]checkpoint.Step, error) {
-	stored := make([]checkpoint.Step, len(list))
-	for i, s := range list {
-		params, err := json.Marshal(s)
-		if err != nil {
-			return nil, fmt.Errorf("store step %s: %w", s.Kind(), err)
-		}
-		stored[i] = checkpoint.Step{Kind: s.Kind(), Params: params}
-	}
-	return stored, nil
-}
-
 // Decode returns the steps of a claim's record. The error is permanent if this version of the
 // driver does not know one of them.
 func Decode(stored []checkpoint.Step) ([]Step, error) {

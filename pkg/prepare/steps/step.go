@@ -2,6 +2,7 @@ package steps
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"slices"
 	"time"
@@ -99,6 +100,19 @@ func NewEnv(node Node, r *checkpoint.Record, list []Step) *Env {
 		return cause.Wrap(cause.Record, err)
 	}
 	return env
+}
+
+// Encode encodes the steps for the claim's record.
+func Encode(list []Step) ([]checkpoint.Step, error) {
+	stored := make([]checkpoint.Step, len(list))
+	for i, s := range list {
+		params, err := json.Marshal(s)
+		if err != nil {
+			return nil, fmt.Errorf("store step %s: %w", s.Kind(), err)
+		}
+		stored[i] = checkpoint.Step{Kind: s.Kind(), Params: params}
+	}
+	return stored, nil
 }
 
 // CardState returns the card's state. It reads the hardware only once, until forgetCard is called.

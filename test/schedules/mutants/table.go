@@ -26,7 +26,7 @@ var mutants = []mutant{
 	{"the shares of other claims are not counted", prepareDir, "(*Preparer).checkShare", lastArgument{call{to: "checkCapacity"}, "$[:0]"}},
 	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
 	{"the result is not recorded", prepareDir, "(*Preparer).execute", skip{call{to: "recordResult"}}},
-	{"the claim's CDI spec is not written", prepareDir, "(*Preparer).writeSpec", skip{call{to: "ApplyAll"}}},
+	{"the claim's CDI spec is not written", prepareDir, "(*Preparer).writeSpec", skip{call{to: "Apply"}}},
 	{"an unfinished preparation is taken for a finished one", prepareDir, "(*Preparer).reprepare", dropOperand{"Prepared"}},
 	{"another allocation is taken for the same", prepareDir, "(*Preparer).reprepare", compareLengths{"sameDevice"}},
 	{"the record is removed though a step was not reverted", prepareDir, "(*Preparer).undo", ignore{call{to: "RevertAll"}}},
