@@ -4,13 +4,13 @@ import (
 	"context"
 	"strings"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/types"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
+	"k8s.io/apimachinery/pkg/util/wait"
 )
 
 // inFlightCalls has the kubelet's running calls, so that a stopping plugin can wait for them before
@@ -22,7 +22,6 @@ type inFlightCalls struct {
 	// draining makes intercept refuse new Prepare calls. The kubelet retries them, and the next plugin
 	// instance answers.
 	draining bool
-	ended    wake.Signal // has a value after a call has ended
 }
 
 // call is a running call. unprepared has the claims that were unprepared since it began.
@@ -31,7 +30,7 @@ type call struct{ unprepared map[types.UID]bool }
 type callKey struct{}
 
 func newInFlightCalls() *inFlightCalls {
-	return &inFlightCalls{running: map[*call]struct{}{}, ended: wake.New()}
+	return &inFlightCalls{running: map[*call]struct{}{}}
 }
 
 // intercept is a [grpc.UnaryServerInterceptor], which runs around each call of the kubelet.
@@ -48,7 +47,6 @@ func (f *inFlightCalls) intercept(ctx context.Context, req any, info *grpc.Unary
 		f.mu.Lock()
 		defer f.mu.Unlock()
 		delete(f.running, c)
-		f.ended.Wake()
 	}()
 	return handler(context.WithValue(ctx, callKey{}, c), req)
 }
@@ -71,21 +69,17 @@ func (f *inFlightCalls) UnpreparedSince(ctx context.Context, claim types.UID) bo
 	return c != nil && c.unprepared[claim]
 }
 
+// drainPoll is how often Drain checks whether a call still runs. A stopping plugin does nothing
+// else.
+const drainPoll = 20 * time.Millisecond
+
 // Drain makes the plugin refuse new Prepare calls, and waits until no call runs. It returns an
 // error if the context ends before.
 func (f *inFlightCalls) Drain(ctx context.Context) error {
-	for {
+	return wait.PollUntilContextCancel(ctx, drainPoll, true, func(context.Context) (bool, error) {
 		f.mu.Lock()
+		defer f.mu.Unlock()
 		f.draining = true
-		left := len(f.running)
-		f.mu.Unlock()
-		if left == 0 {
-			return nil
-		}
-		select {
-		case <-f.ended:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
+		return len(f.running) == 0, nil
+	})
 }

@@ -115,8 +115,8 @@ func TestPrepareWritesNoMoreThanNeeded(t *testing.T) {
 		writes       int
 	}{
 		{"a whole GPU: the record once all is there", gpu1, save},
-		{"a GPU's first partition: the plan, MIG mode is on, the instance is there, all is there", small0, marked + 4*save},
-		{"a further partition: the plan, the instance is there, all is there", gpu0 + "-mig-19-1", 3 * save},
+		{"a GPU's first partition, also the mark of its MIG mode", small0, marked + 4*save},
+		{"a further partition: the plan, what was there before, the instance is there, all is there", gpu0 + "-mig-19-1", 4 * save},
 	} {
 		w.disk.StopAt(math.MaxInt)
 		mustPrepare(t, p, newClaim(c.device, allocated("r", c.device)))

@@ -42,17 +42,6 @@ func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *pl
 			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
 		}
 	}
-	if len(pl.steps) == 0 {
-		return nil
-	}
-	// The claim's record is saved right before the first step runs. So it can already say that this
-	// step, which creates a MIG instance, is about to do so, and the step need not save the record
-	// again.
-	if first, ok := pl.steps[0].(*steps.MIGInstance); ok {
-		if state, err := env.CardState(ctx, first.Card); err == nil && state.MIG.Enabled {
-			first.RecordBefore(state)
-		}
-	}
 	return nil
 }
 

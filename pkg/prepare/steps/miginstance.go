@@ -58,8 +58,7 @@ var (
 
 func (s *MIGInstance) Kind() string { return MIGInstanceKind }
 
-// Apply creates the instance. The caller must have reverted what an earlier attempt left. If Asked
-// is set, the record already says that the instance is about to be created.
+// Apply creates the instance. The caller must have reverted what an earlier attempt left.
 func (s *MIGInstance) Apply(ctx context.Context, env *Env) error {
 	state, err := env.CardState(ctx, s.Card)
 	if err != nil {
@@ -77,11 +76,9 @@ func (s *MIGInstance) Apply(ctx context.Context, env *Env) error {
 	if taken := Overlapping(state.MIG.Instances, s.Placement); len(taken) > 0 {
 		return s.PlaceTaken(taken)
 	}
-	if !s.Asked {
-		s.RecordBefore(state)
-		if err := env.Journal(); err != nil {
-			return err
-		}
+	s.recordBefore(state)
+	if err := env.Journal(); err != nil {
+		return err
 	}
 	created, err := env.Partitions.CreateInstance(ctx, s.Card, s.ProfileID, s.Placement)
 	if err != nil {
@@ -104,9 +101,9 @@ func (s *MIGInstance) Apply(ctx context.Context, env *Env) error {
 	return nil
 }
 
-// RecordBefore stores in the step which GPU instances exist. The caller saves the record before it
+// recordBefore stores in the step which GPU instances exist. The caller saves the record before it
 // asks the GPU to create another one.
-func (s *MIGInstance) RecordBefore(state device.CardState) {
+func (s *MIGInstance) recordBefore(state device.CardState) {
 	s.Asked, s.Before = true, nil
 	for _, in := range state.MIG.Instances {
 		s.Before = append(s.Before, priorInstance{in.ID, in.Placement})

@@ -33,7 +33,7 @@ var mutants = []mutant{
 	{"the claim's metadata is not written", stepsDir, "(*ClaimSpec).Apply", skip{call{to: "WriteMetadata"}}},
 	{"the CDI spec of an unprepared claim stays", stepsDir, "(*ClaimSpec).Revert", doNothing{}},
 	{"an instance whose creation was interrupted is not searched for", stepsDir, "(*MIGInstance).Revert", dropOperand{"Asked"}},
-	{"the instances before a creation are not recorded", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "RecordBefore"}}},
+	{"the instances before a creation are not recorded", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "recordBefore"}}},
 	{"a new instance's ID is not recorded at once", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "CreateInstance"}}},
 	{"instances are identified by their IDs alone", stepsDir, "SameInstance", keepOperand{"ID"}},
 	{"a lost partition is not noticed", prepareDir, "(*Preparer).eachPartition", condition{"findIntact", true}},
