@@ -11,6 +11,6 @@ import (
 // runPartition is the child process that changes MIG partitions for the plugin
 // ([cut.Serve]). It ends when its standard input does, not at a signal. A signal to
 // the process group must not interrupt a MIG change that the plugin waits for.
-func runPartition(ctx context.Context, _ []string, out io.Writer) error {
-	return cut.Serve(context.WithoutCancel(ctx), os.Stdin, out)
+func runPartition(_ context.Context, _ []string, out io.Writer) error {
+	return cut.Serve(os.Stdin, out)
 }

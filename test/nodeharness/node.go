@@ -57,7 +57,7 @@ func ServeRole(ctx context.Context, roles func(ctx context.Context, n Node, role
 	case role == "":
 		return false, nil
 	case role == partitionRole:
-		return true, cut.Serve(ctx, os.Stdin, os.Stdout)
+		return true, cut.Serve(os.Stdin, os.Stdout)
 	case role == watchRole:
 		return true, watch.Serve(ctx, os.Stdin, os.Stdout)
 	case role == scanRole:

@@ -30,7 +30,7 @@ import (
 func TestMain(m *testing.M) {
 	nvidiatest.Main(m, map[string]func() error{
 		"bind":      func() error { return Serve(context.Background(), os.Stdin, os.Stdout) },
-		"partition": func() error { return cut.Serve(context.Background(), os.Stdin, os.Stdout) },
+		"partition": func() error { return cut.Serve(os.Stdin, os.Stdout) },
 		"watch":     func() error { return watch.Serve(context.Background(), os.Stdin, os.Stdout) },
 	})
 }

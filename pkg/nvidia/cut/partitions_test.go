@@ -27,7 +27,7 @@ import (
 func TestMain(m *testing.M) {
 	nvidiatest.Main(m, map[string]func() error{
 		"scan":      func() error { return scan.Serve(context.Background(), os.Stdin, os.Stdout) },
-		"partition": func() error { return Serve(context.Background(), os.Stdin, os.Stdout) },
+		"partition": func() error { return Serve(os.Stdin, os.Stdout) },
 		"worker":    runFakeWorker,
 	})
 }
@@ -324,7 +324,7 @@ func TestWorkerEndsWithParentDuringCall(t *testing.T) {
 	called := make(chan struct{})
 	served := make(chan error)
 	go func() {
-		served <- serve(t.Context(), in, io.Discard, func(nvidia.Paths) (nvml.Interface, error) {
+		served <- serve(in, io.Discard, func(nvidia.Paths) (nvml.Interface, error) {
 			close(called)
 			return nvidiatest.NVML(cards...), nil
 		})
@@ -339,7 +339,7 @@ func TestWorkerEndsWithParentDuringCall(t *testing.T) {
 	if err := <-served; err != nil {
 		t.Error(err)
 	}
-	if err := Serve(t.Context(), strings.NewReader("no JSON"), io.Discard); err == nil {
+	if err := Serve(strings.NewReader("no JSON"), io.Discard); err == nil {
 		t.Error("invalid JSON was accepted")
 	}
 }

@@ -1,7 +1,6 @@
 package cut
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -19,58 +18,27 @@ import (
 const Command = "partition"
 
 // Serve runs in the worker process of [Partitions]. It reads [nvidia.Paths] and then requests
-// from in, and writes an answer to each request to out, as lines of JSON. It opens NVML with the
-// first request and keeps it open. It ends when in is closed, even during a request: a worker whose
-// parent died must not go on changing GPUs.
-func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
-	return serve(ctx, in, out, nvmlx.Open)
-}
+// from in, and writes an answer to each request to out, as lines of JSON. The parent awaits the
+// answer before its next request. Serve opens NVML with the first request and keeps it open. It
+// ends when in is closed, even during a request: a worker whose parent died must not go on changing
+// GPUs.
+func Serve(in io.Reader, out io.Writer) error { return serve(in, out, nvmlx.Open) }
 
-func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Paths) (nvml.Interface, error)) error {
-	decoder := json.NewDecoder(in)
+func serve(in io.Reader, out io.Writer, open func(nvidia.Paths) (nvml.Interface, error)) error {
+	decoder, encoder := json.NewDecoder(in), json.NewEncoder(out)
 	var p nvidia.Paths
 	if err := decoder.Decode(&p); err != nil {
 		return fmt.Errorf("read the paths of the host: %w", err)
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	requests := make(chan request)
-	go func() {
-		defer cancel()
-		for {
-			var r request
-			if decoder.Decode(&r) != nil {
-				return
-			}
-			select {
-			case requests <- r:
-			case <-ctx.Done():
-				return
-			}
-		}
-	}()
 	h := &requestHandler{paths: p.WithDefaults(), open: open}
-	encoder := json.NewEncoder(out)
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case r := <-requests:
-			done := make(chan answer, 1)
-			go func() { done <- h.do(r) }()
-			select {
-			case <-ctx.Done():
-				return nil
-			case a := <-done:
-				if err := encoder.Encode(a); err != nil {
-					return fmt.Errorf("answer: %w", err)
-				}
-			}
-		}
+	// The loop reads on during a request. So a request that hangs does not outlive the parent.
+	for r := new(request); decoder.Decode(r) == nil; r = new(request) {
+		go func() { _ = encoder.Encode(h.do(*r)) }()
 	}
+	return nil
 }
 
-// requestHandler carries out the requests to a worker one after another. The first request opens
+// requestHandler carries out the requests to a worker, never two at once. The first request opens
 // NVML.
 type requestHandler struct {
 	paths       nvidia.Paths

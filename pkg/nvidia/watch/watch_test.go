@@ -24,7 +24,7 @@ import (
 func TestMain(m *testing.M) {
 	nvidiatest.Main(m, map[string]func() error{
 		"scan":      func() error { return scan.Serve(context.Background(), os.Stdin, os.Stdout) },
-		"partition": func() error { return cut.Serve(context.Background(), os.Stdin, os.Stdout) },
+		"partition": func() error { return cut.Serve(os.Stdin, os.Stdout) },
 		"watch":     func() error { return Serve(context.Background(), os.Stdin, os.Stdout) },
 		"locked":    runLockedWatcher,
 	})
