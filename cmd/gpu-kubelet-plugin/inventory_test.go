@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 )
@@ -181,7 +182,7 @@ func TestInventoryUsesConfigurationAndRecords(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer plugin.Worker.Close()
+	defer nvidiatest.StopWorkers(plugin.Worker)
 	if _, err := plugin.Prepare(t.Context(), nodeharness.Claim("one", ours+"-mig-19-0")); err != nil {
 		t.Fatal(err)
 	}
@@ -274,7 +275,7 @@ func TestInventoryFailsWhenPolicyOffersNothing(t *testing.T) {
 	h := nodeharness.New(t, "0000:1b:00.0")
 	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver/dev"))
 	cuts := h.PartitionWorker()
-	defer cuts.Close()
+	defer nvidiatest.StopWorkers(cuts)
 	node, err := h.Scan(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -76,7 +76,6 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 		return fmt.Errorf("find the plugin's own binary, whose child processes access the hardware: %w", err)
 	}
 	partitions := driver.NewPartitions(cfg, executable, m)
-	defer partitions.Close()
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: client, StatusClient: statusClient, Hardware: driver.NewHardware(cfg, executable),
 		Partitions: partitions, StopWorkers: partitions.StopWorkers, Binder: driver.NewBinder(cfg, executable, partitions),

@@ -14,6 +14,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -41,7 +42,7 @@ func newTestNode(t *testing.T, gpus int) *testNode {
 	}
 	s.node = nodeharness.New(t, addresses...)
 	s.start()
-	t.Cleanup(func() { s.Worker.Close() })
+	t.Cleanup(func() { nvidiatest.StopWorkers(s.Worker) })
 	return s
 }
 
@@ -58,7 +59,7 @@ func (s *testNode) start() {
 // the disk. Its worker process starts when it is first needed.
 func (s *testNode) restart() {
 	s.t.Helper()
-	s.Worker.Close()
+	nvidiatest.StopWorkers(s.Worker)
 	s.start()
 }
 

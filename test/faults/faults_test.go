@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -118,7 +119,7 @@ func TestRestartRecoversFromFaultInEveryNVMLCall(t *testing.T) {
 func (s *testNode) addAdminInstance(t *testing.T) {
 	t.Helper()
 	p := s.start(t)
-	defer p.Worker.Close()
+	defer nvidiatest.StopWorkers(p.Worker)
 	c := p.card(gpu1)
 	_, err := p.Worker.SetMode(t.Context(), c, true)
 	if err != nil {
@@ -189,7 +190,7 @@ func (s *testNode) runBefore(t *testing.T, o operation, must func(string, error)
 	if o == prepareWhole {
 		must("before", before.do(t.Context(), unprepareParts))
 	}
-	before.Worker.Close()
+	nvidiatest.StopWorkers(before.Worker)
 	for _, c := range []*resourceapi.ResourceClaim{parts, whole} {
 		must("before", s.api.Free(t.Context(), c))
 	}
@@ -248,7 +249,7 @@ func (s *testNode) checkAfterRestart(t *testing.T, must func(string, error)) {
 	}()
 	p, err := s.newPlugin(t.Context())
 	must("start again", err)
-	defer p.Worker.Close()
+	defer nvidiatest.StopWorkers(p.Worker)
 	o := observer{p, s.Node, s.api, s.adminInstances}
 	must("after the restart", eventually(t.Context(), o.checkAll))
 
@@ -280,7 +281,7 @@ func (s *testNode) inProcess(t *testing.T, o operation, limit time.Duration, arm
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.Worker.Close()
+	defer nvidiatest.StopWorkers(p.Worker)
 	if err := arm(); err != nil {
 		t.Fatal(err)
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nodeharness"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 const (
@@ -104,7 +105,7 @@ func runRole(ctx context.Context, n nodeharness.Node, o string) error {
 	if err != nil {
 		return err
 	}
-	defer p.Worker.Close()
+	defer nvidiatest.StopWorkers(p.Worker)
 	fmt.Println("ready")
 	if _, err := bufio.NewReader(os.Stdin).ReadString('\n'); err != nil { // the test has injected the fault by now
 		return err

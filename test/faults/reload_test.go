@@ -10,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2/ktesting"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
@@ -52,7 +53,7 @@ func TestPartitionsAreRestoredAfterDriverReload(t *testing.T) {
 			}
 
 			p := s.start(t)
-			defer p.Worker.Close()
+			defer nvidiatest.StopWorkers(p.Worker)
 			// The reload removed the admin's MIG instance too, and the plugin must not create it again.
 			must("after the reload", eventually(ctx, observer{p, s.Node, s.api, nil}.checkAll))
 			events, err := s.api.CoreV1().Events("").List(ctx, metav1.ListOptions{})

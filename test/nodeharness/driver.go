@@ -26,6 +26,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
 
 // API is a fake API server in memory. It stores every field of a ResourceSlice.
@@ -122,7 +123,7 @@ func (n Node) start(ctx context.Context, api API, cfg *config.Config, watchWith 
 		},
 	})
 	if err != nil {
-		worker.Close()
+		nvidiatest.StopWorkers(worker)
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(ctx)
@@ -135,7 +136,7 @@ func (n Node) start(ctx context.Context, api API, cfg *config.Config, watchWith 
 func (d *Driver) Stop() error {
 	d.stop()
 	err := <-d.ended
-	d.worker.Close()
+	nvidiatest.StopWorkers(d.worker)
 	return err
 }
 

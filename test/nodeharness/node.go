@@ -203,7 +203,7 @@ func (n Node) Scan(ctx context.Context) (nvidia.Node, error) {
 	return scan.Isolated(n.Paths(), n.Command(scanRole)...)(ctx)
 }
 
-// PartitionWorker returns the worker that partitions the node's GPUs. The caller closes it.
+// PartitionWorker returns the worker that partitions the node's GPUs. The caller stops it.
 func (n Node) PartitionWorker() *cut.Partitions {
 	return cut.New(n.Paths(), nil, n.Command(partitionRole)...)
 }

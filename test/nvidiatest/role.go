@@ -1,9 +1,11 @@
 package nvidiatest
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"testing"
+	"time"
 )
 
 // RoleVariable is the environment variable that tells the test binary which child process to act
@@ -37,4 +39,14 @@ func (s Site) Role(role string) []string {
 		s.T.Fatal(err)
 	}
 	return []string{"env", RoleVariable + "=" + role, self}
+}
+
+// StopWorkers ends the worker processes of a cut.Partitions at the end of a test. It gives up on
+// those that hang.
+func StopWorkers(p interface {
+	StopWorkers(ctx context.Context) error
+}) {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second) // the test's context has ended
+	defer cancel()
+	_ = p.StopWorkers(ctx)
 }

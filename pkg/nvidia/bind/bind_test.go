@@ -73,7 +73,7 @@ func newSite(t *testing.T, node string, edit func(*model.Node)) *site {
 		server.Wait()
 	})
 	s.cards = cut.New(s.Paths(), nil, s.Role("partition")...)
-	t.Cleanup(s.cards.Close)
+	t.Cleanup(func() { nvidiatest.StopWorkers(s.cards) })
 	paths := s.Paths()
 	paths.Modules = config.ModulesPath()
 	s.Binder = New(Options{Paths: paths, Dev: config.Dev, Command: s.Role("bind"), Cards: s.cards})

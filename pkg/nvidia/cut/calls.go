@@ -35,9 +35,12 @@ func partOf[T any](r request, part *T, err error) (T, error) {
 	return *part, nil
 }
 
+// observed sends r to the card's worker and reports the result to the observer.
 func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
+	ctx, cancel := bounded(ctx)
+	defer cancel()
 	start := time.Now()
-	a, failure := p.call(ctx, r)
+	a, failure := p.slot(r.Card.PCIAddress).call(ctx, r)
 	code := device.FailureCode("")
 	if failure != nil {
 		code = failure.Code
@@ -51,36 +54,16 @@ func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
 	return a, nil
 }
 
-// bounded returns a context that ends with ctx, with Close, or after [operationLimit].
-func (p *Partitions) bounded(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(p.ctx, func() { cancel(context.Cause(p.ctx)) })
+// bounded returns a context that ends with ctx or after [operationLimit].
+func bounded(ctx context.Context) (context.Context, context.CancelFunc) {
 	cause := fmt.Errorf("it has not ended after %s: %w", operationLimit, context.DeadlineExceeded)
-	ctx, done := context.WithTimeoutCause(ctx, operationLimit, cause)
-	return ctx, func() {
-		done()
-		stop()
-		cancel(nil)
-	}
+	return context.WithTimeoutCause(ctx, operationLimit, cause)
 }
 
-func (p *Partitions) call(ctx context.Context, r request) (answer, *Error) {
-	ctx, cancel := p.bounded(ctx)
-	defer cancel()
-	s := p.slot(r.Card.PCIAddress)
-	if s == nil {
-		return answer{}, timeoutError(r, errClosed, "nothing was done")
-	}
-	return s.call(ctx, r)
-}
-
-// slot returns the worker slot of a card, or nil after Close.
+// slot returns the worker slot of a card.
 func (p *Partitions) slot(at device.PCIAddress) *workerSlot {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.slots == nil {
-		return nil
-	}
 	if p.slots[at] == nil {
 		p.slots[at] = &workerSlot{
 			idle: p.idle, busy: make(chan struct{}, 1),
@@ -90,8 +73,8 @@ func (p *Partitions) slot(at device.PCIAddress) *workerSlot {
 	return p.slots[at]
 }
 
-// timeoutError returns the error of a call that ended early, because of cause: its context ended,
-// or Partitions was closed. what says whether the operation may have changed the GPU.
+// timeoutError returns the error of a call whose context ended because of cause. what says whether
+// the operation may have changed the GPU.
 func timeoutError(r request, cause error, what string) *Error {
 	e := r.fail(device.FailureTimeout, "%v: %s", cause, what)
 	e.cause = cause

@@ -23,8 +23,6 @@ const (
 	idleLimit = time.Second
 	// operationLimit bounds an operation whose context has no deadline.
 	operationLimit = 2 * time.Minute
-	// closeLimit is how long Close waits for workers to end.
-	closeLimit = 2 * time.Second
 	// Destroy and awaitFabric retry after firstPause, then with growing pauses up to lastPause.
 	firstPause = 50 * time.Millisecond
 	lastPause  = time.Second
@@ -45,8 +43,6 @@ type Partitions struct {
 	paths   nvidia.Paths
 	command []string
 	idle    time.Duration
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
 
 	// excluded are the cards that no process of the health watch may have open, because their MIG
 	// mode changes.
@@ -56,8 +52,6 @@ type Partitions struct {
 	slots map[device.PCIAddress]*workerSlot
 }
 
-var errClosed = errors.New("the plugin is shutting down")
-
 // Observer receives the duration of each operation and its [device.FailureCode], which is empty on
 // success.
 type Observer func(op string, took time.Duration, code string)
@@ -65,9 +59,8 @@ type Observer func(op string, took time.Duration, code string)
 // New returns a Partitions whose worker processes are started by command. The process must call
 // [Serve] on its standard input and output. observe may be nil.
 func New(p nvidia.Paths, observe Observer, command ...string) *Partitions {
-	ctx, cancel := context.WithCancelCause(context.Background())
 	return &Partitions{
-		observe: observe, paths: p, command: command, idle: idleLimit, ctx: ctx, cancel: cancel,
+		observe: observe, paths: p, command: command, idle: idleLimit,
 		slots: map[device.PCIAddress]*workerSlot{}, excluded: exclusion.NewSet(),
 	}
 }
@@ -86,7 +79,7 @@ func (p *Partitions) Look(ctx context.Context, card device.Card) (device.CardSta
 // again. On an NVLink board, a card that leaves MIG mode must register with the fabric, so SetMode
 // waits for that too.
 func (p *Partitions) SetMode(ctx context.Context, card device.Card, on bool) (device.CardState, error) {
-	ctx, cancel := p.bounded(ctx)
+	ctx, cancel := bounded(ctx)
 	defer cancel()
 	r := request{Op: opSetMode, Card: card, On: on, Watched: true}
 	s, err := p.state(ctx, r)
@@ -135,7 +128,7 @@ func (p *Partitions) CreateCompute(ctx context.Context, card device.Card, instan
 // or the UUIDs of the compute instances in in.Compute differ on the card. If the GPU instance is
 // missing, Destroy succeeds. While it is in use, Destroy retries until ctx ends.
 func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.Instance) error {
-	ctx, cancel := p.bounded(ctx)
+	ctx, cancel := bounded(ctx)
 	defer cancel()
 	r := request{Op: opDestroy, Card: card, Instance: in}
 	var busy *Error
@@ -191,20 +184,6 @@ func (p *Partitions) awaitFabric(ctx context.Context, card device.Card) error {
 			timeout.cause = context.Cause(ctx)
 			return timeout
 		}
-	}
-}
-
-// Close ends all workers and running calls. Later calls fail.
-func (p *Partitions) Close() {
-	p.mu.Lock()
-	slots := p.slots
-	p.slots = nil
-	p.mu.Unlock()
-	p.cancel(errClosed)
-	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
-	defer cancel()
-	for _, s := range slots {
-		_ = s.stop(ctx) // a hung worker cannot be ended
 	}
 }
 

@@ -89,7 +89,7 @@ func newPartitions(t *testing.T) *Partitions {
 		t.Fatal(err)
 	}
 	p := New(nvidia.Paths{Proc: t.TempDir()}, nil, self)
-	t.Cleanup(p.Close)
+	t.Cleanup(func() { nvidiatest.StopWorkers(p) })
 	return p
 }
 
@@ -280,35 +280,6 @@ func TestEmptyAnswersAreErrors(t *testing.T) {
 	}
 }
 
-func TestCloseEndsWorkersAndCalls(t *testing.T) {
-	p := newPartitions(t)
-	workerPID(t, p, gpu(2, "well"))
-	idle := p.slots["0000:02:00.0"].worker
-	result := make(chan error)
-	gate := filepath.Join(p.paths.Proc, "gate")
-	if err := unix.Mkfifo(gate, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	go func() {
-		_, err := p.Look(t.Context(), gpu(1, "waits"))
-		result <- err
-	}()
-	opened, err := os.OpenFile(gate, os.O_WRONLY, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = opened.Close() }()
-	p.Close()
-	if err := <-result; !errors.Is(err, errClosed) {
-		t.Error(err)
-	}
-	<-idle.Gone
-	if _, err := p.Look(t.Context(), gpu(1, "well")); !errors.Is(err, errClosed) {
-		t.Error(err)
-	}
-	p.Close()
-}
-
 func TestWorkerEndsWithParentDuringCall(t *testing.T) {
 	p := newPartitions(t)
 	t.Setenv(nvidiatest.RoleVariable, "partition")
@@ -394,7 +365,9 @@ func TestStopWorkers(t *testing.T) {
 	if again := workerPID(t, p, gpu(1, "well")); again == first {
 		t.Error("the same process answered")
 	}
-	p.slot("0000:02:00.0").busy <- struct{}{} // a call is in flight
+	busy := p.slot("0000:02:00.0").busy
+	busy <- struct{}{} // a call is in flight
+	defer func() { <-busy }()
 	short, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
 	defer cancel()
 	if err := p.StopWorkers(short); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "0000:02:00.0") {

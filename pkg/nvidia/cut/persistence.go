@@ -37,10 +37,7 @@ func (p *Partitions) Leave(ctx context.Context, card device.PCIAddress) (back fu
 	if err != nil {
 		return nil, err
 	}
-	if s := p.slot(card); s != nil {
-		err = s.stop(ctx)
-	}
-	if err != nil {
+	if err := p.slot(card).stop(ctx); err != nil {
 		back()
 		return nil, fmt.Errorf("stop the MIG worker of GPU %s: %w", card, err)
 	}

@@ -63,7 +63,7 @@ func TestComputeInstanceInUseIsRetried(t *testing.T) {
 func partitionsOf(s nvidiatest.Site) *Partitions {
 	s.T.Helper()
 	p := New(s.Paths(), nil, s.Role("partition")...)
-	s.T.Cleanup(p.Close)
+	s.T.Cleanup(func() { nvidiatest.StopWorkers(p) })
 	return p
 }
 

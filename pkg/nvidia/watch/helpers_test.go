@@ -167,7 +167,7 @@ func scripted(script string) func(*watcher) {
 func newWatchedSite(s nvidiatest.Site, change func(*watcher)) (watch, *cut.Partitions) {
 	s.T.Helper()
 	p := cut.New(s.Paths(), nil, s.Role("partition")...)
-	s.T.Cleanup(p.Close)
+	s.T.Cleanup(func() { nvidiatest.StopWorkers(p) })
 	return watchSite(s, func(w *watcher) {
 		w.options.Partitions = p // for watchers of single cards
 		w.coordinateWith(p)
