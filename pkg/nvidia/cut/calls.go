@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 )
 
 func (p *Partitions) state(ctx context.Context, r request) (device.CardState, error) {
@@ -40,18 +41,16 @@ func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
 	ctx, cancel := bounded(ctx)
 	defer cancel()
 	start := time.Now()
-	a, failure := p.slot(r.Card.PCIAddress).call(ctx, r)
-	code := device.FailureCode("")
-	if failure != nil {
-		code = failure.Code
+	a := p.slot(r.Card.PCIAddress).call(ctx, r)
+	var code device.FailureCode
+	var err error
+	if a.Error != nil {
+		code, err = a.Error.Code, a.Error
 	}
 	if p.observe != nil {
 		p.observe(string(r.Op), time.Since(start), string(code))
 	}
-	if failure != nil {
-		return answer{}, failure
-	}
-	return a, nil
+	return a, err
 }
 
 // bounded returns a context that ends with ctx or after [operationLimit].
@@ -67,7 +66,7 @@ func (p *Partitions) slot(at device.PCIAddress) *workerSlot {
 	if p.slots[at] == nil {
 		p.slots[at] = &workerSlot{
 			idle: p.idle, busy: make(chan struct{}, 1),
-			start: func() (*worker, error) { return startWorker(p.paths, p.command) },
+			start: func() (*worker, error) { return child.Start[answer](child.Command{Args: p.command}, p.paths) },
 		}
 	}
 	return p.slots[at]

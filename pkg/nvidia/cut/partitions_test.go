@@ -18,7 +18,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
@@ -205,7 +204,7 @@ func TestUnkillableWorkerBlocksNewWorker(t *testing.T) {
 	w := p.slots["0000:01:00.0"].worker
 	killed, gone := make(chan struct{}), make(chan struct{})
 	close(killed)
-	p.slots["0000:01:00.0"].worker = &worker{Process: &child.Process[answer]{PID: w.PID, Killed: killed, Gone: gone}}
+	p.slots["0000:01:00.0"].worker = &worker{PID: w.PID, Killed: killed, Gone: gone}
 	ctx, cancel := context.WithTimeout(t.Context(), nvidiatest.HangLimit)
 	defer cancel()
 	if _, err := p.Look(ctx, gpu(1, "well")); codeOf(err) != device.FailureTimeout ||

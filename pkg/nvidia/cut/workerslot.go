@@ -6,7 +6,11 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 )
+
+// worker is a child process with NVML open.
+type worker = child.Process[answer]
 
 // workerSlot holds the worker process of one card. The channel busy is its lock: a goroutine may
 // use the other fields between its send to busy and its receive from it.
@@ -21,11 +25,11 @@ type workerSlot struct {
 
 // call sends r to the card's worker after all earlier requests and returns the answer. After an
 // error that a new process may cure, it kills the worker.
-func (s *workerSlot) call(ctx context.Context, r request) (answer, *Error) {
+func (s *workerSlot) call(ctx context.Context, r request) answer {
 	select {
 	case s.busy <- struct{}{}:
 	case <-ctx.Done():
-		return answer{}, timeoutError(r, context.Cause(ctx), "an earlier call on this GPU is still running; nothing was done")
+		return answer{Error: timeoutError(r, context.Cause(ctx), "an earlier call on this GPU is still running; nothing was done")}
 	}
 	defer func() { <-s.busy }()
 	if s.timer != nil {
@@ -33,21 +37,29 @@ func (s *workerSlot) call(ctx context.Context, r request) (answer, *Error) {
 	}
 	w, failure := s.readyWorker(ctx, r)
 	if failure != nil {
-		return answer{}, failure
+		return answer{Error: failure}
 	}
-	a, failure := w.call(ctx, r)
-	if failure == nil {
-		failure = a.Error
-	}
-	if failure != nil && !failure.keepsWorker() {
+	a := ask(ctx, w, r)
+	if a.Error != nil && !a.Error.keepsWorker() {
 		w.Kill()
-		return answer{}, failure
+	} else {
+		s.timer = time.AfterFunc(s.idle, func() { s.stopIdle(w) })
 	}
-	s.timer = time.AfterFunc(s.idle, func() { s.stopIdle(w) })
-	if failure != nil {
-		return answer{}, failure
+	return a
+}
+
+// ask sends r to the worker and returns its answer, or why it has none.
+func ask(ctx context.Context, w *worker, r request) answer {
+	r.Patience = retryFor(ctx)
+	_ = w.Send(r) // if it fails, the worker is dead, and Failure says why
+	select {
+	case a := <-w.Messages:
+		return a
+	case <-ctx.Done():
+		return answer{Error: timeoutError(r, context.Cause(ctx), "the driver has not answered in time; the result is unknown")}
+	case <-w.Ended:
+		return answer{Error: r.fail(device.FailureDied, "the process that talks to the driver died (%v)%s", w.Failure(), w.Stderr())}
 	}
-	return a, nil
 }
 
 // keepsWorker reports whether the worker can be used again after this error. After any other error,
@@ -85,7 +97,7 @@ func (s *workerSlot) readyWorker(ctx context.Context, r request) (*worker, *Erro
 	return w, nil
 }
 
-// stopIdle ends the worker w if it has been idle for s.idle.
+// stopIdle ends the worker w, unless a call uses it or another worker has replaced it.
 func (s *workerSlot) stopIdle(w *worker) {
 	select {
 	case s.busy <- struct{}{}:
@@ -93,7 +105,7 @@ func (s *workerSlot) stopIdle(w *worker) {
 		return // a call uses the worker
 	}
 	defer func() { <-s.busy }()
-	if s.worker == w && time.Since(w.lastUse) >= s.idle {
+	if s.worker == w {
 		w.Kill()
 	}
 }
