@@ -11,29 +11,7 @@ import (
 
 func (p *Partitions) state(ctx context.Context, r request) (device.CardState, error) {
 	a, err := p.observed(ctx, r)
-	return partOf(r, a.State, err)
-}
-
-func (p *Partitions) timeSlice(ctx context.Context, r request) (device.TimeSlice, error) {
-	a, err := p.observed(ctx, r)
-	return partOf(r, a.TimeSlice, err)
-}
-
-func (p *Partitions) instance(ctx context.Context, r request) (device.Instance, error) {
-	a, err := p.observed(ctx, r)
-	return partOf(r, a.Instance, err)
-}
-
-// partOf returns the part of the worker's answer that r asked for, or an error if it is missing.
-func partOf[T any](r request, part *T, err error) (T, error) {
-	if err == nil && part == nil {
-		err = r.fail(device.FailureOther, "the worker's answer is empty: its version differs")
-	}
-	if err != nil {
-		var none T
-		return none, err
-	}
-	return *part, nil
+	return a.State, err
 }
 
 // observed sends r to the card's worker and reports the result to the observer.

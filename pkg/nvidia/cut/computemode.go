@@ -32,21 +32,21 @@ func computeMode(card nvml.Device) device.ComputeMode {
 
 // setComputeMode sets the card's compute mode and reads it back. If the card then has the requested
 // mode, setComputeMode succeeds, even if NVML returned an error for the change.
-func (c partitioner) setComputeMode(r request) (*device.CardState, error) {
+func (c partitioner) setComputeMode(r request) (device.CardState, error) {
 	number, ok := computeModeNumbers[r.ComputeMode]
 	if !ok {
-		return nil, r.fail(device.FailureOther, "this version does not know compute mode %q", r.ComputeMode)
+		return device.CardState{}, r.fail(device.FailureOther, "this version does not know compute mode %q", r.ComputeMode)
 	}
 	card, err := c.open(r)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	before, err := c.state(card)
 	if err != nil || before.ComputeMode == r.ComputeMode {
 		return before, err
 	}
 	if before.MIG.Enabled && r.ComputeMode == device.ComputeExclusiveProcess {
-		return nil, r.fail(device.FailureNotSupported, "the GPU is in MIG mode, which has no such compute mode")
+		return device.CardState{}, r.fail(device.FailureNotSupported, "the GPU is in MIG mode, which has no such compute mode")
 	}
 	answered := card.SetComputeMode(number)
 	now, err := c.state(card)
@@ -54,7 +54,7 @@ func (c partitioner) setComputeMode(r request) (*device.CardState, error) {
 		return now, err
 	}
 	if answered != nvml.SUCCESS {
-		return nil, nvmlx.ToError(answered)
+		return device.CardState{}, nvmlx.ToError(answered)
 	}
-	return nil, fmt.Errorf("NVML reported success, but the mode is %q", now.ComputeMode)
+	return device.CardState{}, fmt.Errorf("NVML reported success, but the mode is %q", now.ComputeMode)
 }

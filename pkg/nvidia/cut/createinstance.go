@@ -15,23 +15,23 @@ import (
 
 // createInstance creates a GPU instance at exactly the requested placement. The driver may refuse
 // the first GPU instance while its internal channels and profilers still use the GPU.
-func (c partitioner) createInstance(r request) (*device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateInstance(r) })
+func (c partitioner) createInstance(r request) (device.Instance, error) {
+	in, err := retryTransient(r.Patience, func() (device.Instance, error) { return c.tryCreateInstance(r) })
 	return in, c.nameUsers(r, err)
 }
 
-func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
+func (c partitioner) tryCreateInstance(r request) (device.Instance, error) {
 	card, minor, err := c.openWithMinor(r)
 	if err != nil {
-		return nil, err
+		return device.Instance{}, err
 	}
 	handle, ret := card.CreateGpuInstanceWithPlacement(
 		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.creationRefusal(r, ret)
+		return device.Instance{}, c.creationRefusal(r, ret)
 	}
 	if ret != nvml.SUCCESS {
-		return nil, c.explain(r, nvmlx.ToError(ret))
+		return device.Instance{}, c.explain(r, nvmlx.ToError(ret))
 	}
 	made, err := c.Identify(handle)
 	if err == nil && (made.ProfileID != r.Profile || made.Placement != r.At) {
@@ -41,9 +41,9 @@ func (c partitioner) tryCreateInstance(r request) (*device.Instance, error) {
 		made.Minor, err = host.InstanceMinor(c.Paths, minor, made.ID)
 	}
 	if err != nil {
-		return nil, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
+		return device.Instance{}, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
 	}
-	return &made, nil
+	return made, nil
 }
 
 // creationRefusal returns the error for an instance that the driver refuses because the card is in
@@ -90,47 +90,47 @@ func undoneNote(ret nvml.Return) string {
 }
 
 // createCompute creates one compute instance that fills the GPU instance named by r.
-func (c partitioner) createCompute(r request) (*device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (*device.Instance, error) { return c.tryCreateCompute(r) })
+func (c partitioner) createCompute(r request) (device.Instance, error) {
+	in, err := retryTransient(r.Patience, func() (device.Instance, error) { return c.tryCreateCompute(r) })
 	return in, c.nameUsers(r, err)
 }
 
-func (c partitioner) tryCreateCompute(r request) (*device.Instance, error) {
+func (c partitioner) tryCreateCompute(r request) (device.Instance, error) {
 	card, minor, err := c.openWithMinor(r)
 	if err != nil {
-		return nil, err
+		return device.Instance{}, err
 	}
 	parent, ret := card.GetGpuInstanceById(int(r.Instance.ID))
 	if ret != nvml.SUCCESS {
-		return nil, fmt.Errorf("open the GPU instance: %w", nvmlx.ToError(ret))
+		return device.Instance{}, fmt.Errorf("open the GPU instance: %w", nvmlx.ToError(ret))
 	}
 	in, err := c.Identify(parent)
 	if err == nil {
 		in.Minor, err = host.InstanceMinor(c.Paths, minor, in.ID)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read the GPU instance: %w", err)
+		return device.Instance{}, fmt.Errorf("read the GPU instance: %w", err)
 	}
 	whole, err := c.wholeProfile(card, parent, in)
 	if err != nil {
-		return nil, err
+		return device.Instance{}, err
 	}
 	handle, ret := parent.CreateComputeInstance(&whole)
 	if ret == nvml.ERROR_IN_USE {
-		return nil, c.creationRefusal(r, ret)
+		return device.Instance{}, c.creationRefusal(r, ret)
 	}
 	if ret != nvml.SUCCESS {
-		return nil, c.explain(r, nvmlx.ToError(ret))
+		return device.Instance{}, c.explain(r, nvmlx.ToError(ret))
 	}
 	made, err := c.OnCard(card, minor).ComputeInstance(in, parent, whole, handle)
 	if err == nil {
 		err = host.MakeCapabilityNodes(c.Paths, minor, in.ID, made.ID)
 	}
 	if err != nil {
-		return nil, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
+		return device.Instance{}, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
 	}
 	in.Compute = []device.ComputeInstance{made}
-	return &in, nil
+	return in, nil
 }
 
 // wholeProfile chooses the compute instance profile that fills a GPU instance. Among the profiles

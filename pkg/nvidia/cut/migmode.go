@@ -16,8 +16,8 @@ import (
 
 // setMode changes the MIG mode of a card. If the mode is already the requested one, or if r.Watched
 // is set, it changes nothing and returns the card's state.
-func (c partitioner) setMode(r request) (*device.CardState, error) {
-	return retryTransient(r.Patience, func() (*device.CardState, error) { return c.trySetMode(r) })
+func (c partitioner) setMode(r request) (device.CardState, error) {
+	return retryTransient(r.Patience, func() (device.CardState, error) { return c.trySetMode(r) })
 }
 
 // transientLimit bounds the retries of a call that is likely to succeed soon. For example, the
@@ -50,14 +50,14 @@ func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error
 // trySetMode changes the MIG mode once and reads it back. If the card then has the requested mode,
 // it succeeds, even if NVML returned an error. Otherwise it undoes a pending change and returns an
 // error.
-func (c partitioner) trySetMode(r request) (*device.CardState, error) {
+func (c partitioner) trySetMode(r request) (device.CardState, error) {
 	card, err := c.open(r)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	before, err := c.modeOf(r, card)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	if before.Enabled == r.On || r.Watched {
 		return c.state(card)
@@ -66,11 +66,11 @@ func (c partitioner) trySetMode(r request) (*device.CardState, error) {
 	// The mode change may have reset the card, so the old handle and the values read before it are
 	// invalid.
 	if card, err = c.open(r); err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	now, err := c.modeOf(r, card)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	if now.Enabled == r.On {
 		return c.state(card)
@@ -88,7 +88,7 @@ func (c partitioner) trySetMode(r request) (*device.CardState, error) {
 	if undone != nvml.SUCCESS {
 		refusal.Message += fmt.Sprintf("; failed to undo: the mode changes at the GPU's next reset (%v)", nvmlx.ToError(undone))
 	}
-	return nil, refusal
+	return device.CardState{}, refusal
 }
 
 func modeNumber(on bool) int {

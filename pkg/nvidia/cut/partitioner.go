@@ -46,11 +46,11 @@ func (c partitioner) do(r request) answer {
 	case opTimeSlice:
 		a.TimeSlice, err = c.timeSlice(r)
 	case opSetTimeSlice:
-		a.TimeSlice, err = c.setTimeSlice(r)
+		err = c.setTimeSlice(r)
 	case opPersistence:
 		a.Persistence, err = c.persistence(r)
 	case opSetPersistence:
-		a.Persistence, err = c.setPersistence(r)
+		err = c.setPersistence(r)
 	default:
 		err = r.fail(device.FailureOther, "this version does not know operation %q", r.Op)
 	}
@@ -112,30 +112,30 @@ func (c partitioner) open(r request) (nvml.Device, error) {
 	return handle, nil
 }
 
-func (c partitioner) look(r request) (*device.CardState, error) {
+func (c partitioner) look(r request) (device.CardState, error) {
 	card, err := c.open(r)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	return c.state(card)
 }
 
-func (c partitioner) state(card nvml.Device) (*device.CardState, error) {
+func (c partitioner) state(card nvml.Device) (device.CardState, error) {
 	minor, ret := card.GetMinorNumber()
 	if ret != nvml.SUCCESS {
-		return nil, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
+		return device.CardState{}, fmt.Errorf("read its minor number: %w", nvmlx.ToError(ret))
 	}
-	s := &device.CardState{Minor: minor, ComputeMode: computeMode(card)}
+	s := device.CardState{Minor: minor, ComputeMode: computeMode(card)}
 	mode, err := nvmlx.MIGMode(c.Lib, card)
 	if err != nil {
-		return nil, err
+		return device.CardState{}, err
 	}
 	if mode != nil {
 		s.MIG = *mode
 	}
 	if s.MIG.Enabled {
 		if s.MIG.Instances, err = c.Instances(card, minor); err != nil {
-			return nil, err
+			return device.CardState{}, err
 		}
 	}
 	return s, nil

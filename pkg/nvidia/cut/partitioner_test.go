@@ -91,15 +91,15 @@ func TestCreateAndDestroyInstances(t *testing.T) {
 	}
 	at := device.Placement{Start: 4, Size: 4}
 	made := b.works(b.do(request{Op: opCreateInstance, Profile: 9, At: at})).Instance
-	if diff := cmp.Diff(&device.Instance{ID: 1, ProfileID: 9, Placement: at, Minor: 147}, made); diff != "" {
+	if diff := cmp.Diff(device.Instance{ID: 1, ProfileID: 9, Placement: at, Minor: 147}, made); diff != "" {
 		t.Error(diff)
 	}
-	whole := b.works(b.do(request{Op: opCreateCompute, Instance: *made})).Instance
-	want := *made
+	whole := b.works(b.do(request{Op: opCreateCompute, Instance: made})).Instance
+	want := made
 	want.Compute = []device.ComputeInstance{{
 		ProfileID: 2, Placement: device.Placement{Start: 0, Size: 1}, Name: "3g.40gb", Multiprocessors: 48, UUID: b.UUID(1, 0), Minor: 148,
 	}}
-	if diff := cmp.Diff(&want, whole); diff != "" {
+	if diff := cmp.Diff(want, whole); diff != "" {
 		t.Error(diff)
 	}
 	if diff := cmp.Diff([]device.Instance{want}, b.works(b.do(request{Op: opLook})).State.MIG.Instances); diff != "" {

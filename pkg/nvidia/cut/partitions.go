@@ -115,13 +115,15 @@ func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (devi
 
 // CreateInstance creates a GPU instance at exactly the placement at, which must be free.
 func (p *Partitions) CreateInstance(ctx context.Context, card device.Card, profileID uint32, at device.Placement) (device.Instance, error) {
-	return p.instance(ctx, request{Op: opCreateInstance, Card: card, Profile: profileID, At: at})
+	a, err := p.observed(ctx, request{Op: opCreateInstance, Card: card, Profile: profileID, At: at})
+	return a.Instance, err
 }
 
 // CreateCompute creates the compute instance that fills an empty GPU instance, and the capability
 // device nodes of both. It returns the GPU instance with the compute instance.
 func (p *Partitions) CreateCompute(ctx context.Context, card device.Card, instanceID uint32) (device.Instance, error) {
-	return p.instance(ctx, request{Op: opCreateCompute, Card: card, Instance: device.Instance{ID: instanceID}})
+	a, err := p.observed(ctx, request{Op: opCreateCompute, Card: card, Instance: device.Instance{ID: instanceID}})
+	return a.Instance, err
 }
 
 // Destroy removes the GPU instance in and its compute instances. It fails if ID, profile, placement
@@ -153,20 +155,21 @@ func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.In
 // compute mode, it changes nothing. Without persistence mode, the driver may reset the compute mode
 // when the last process closes the card.
 func (p *Partitions) SetComputeMode(ctx context.Context, card device.Card, mode device.ComputeMode) error {
-	_, err := p.state(ctx, request{Op: opSetComputeMode, Card: card, ComputeMode: mode})
+	_, err := p.observed(ctx, request{Op: opSetComputeMode, Card: card, ComputeMode: mode})
 	return err
 }
 
 // TimeSlice reads the time slice of a card: how long one process computes before the next one. It
 // runs the driver's nvidia-smi, because NVML has no function for it.
 func (p *Partitions) TimeSlice(ctx context.Context, card device.Card) (device.TimeSlice, error) {
-	return p.timeSlice(ctx, request{Op: opTimeSlice, Card: card})
+	a, err := p.observed(ctx, request{Op: opTimeSlice, Card: card})
+	return a.TimeSlice, err
 }
 
 // SetTimeSlice sets the time slice of a card, unless the card already has it. With persistence mode
 // off, the driver resets the time slice when the last process closes the card.
 func (p *Partitions) SetTimeSlice(ctx context.Context, card device.Card, to device.TimeSlice) error {
-	_, err := p.timeSlice(ctx, request{Op: opSetTimeSlice, Card: card, TimeSlice: to})
+	_, err := p.observed(ctx, request{Op: opSetTimeSlice, Card: card, TimeSlice: to})
 	return err
 }
 

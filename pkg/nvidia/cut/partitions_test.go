@@ -46,7 +46,7 @@ func runFakeWorker() error {
 		} else if err != nil {
 			return err
 		}
-		a := answer{State: &device.CardState{Minor: os.Getpid()}}
+		a := answer{State: device.CardState{Minor: os.Getpid()}}
 		switch r.Card.UUID {
 		case "hangs":
 			select {}
@@ -264,14 +264,8 @@ func TestSetModeWaitsForFabric(t *testing.T) {
 	}
 }
 
-func TestEmptyAnswersAreErrors(t *testing.T) {
+func TestMissingWorkerProgramIsAnError(t *testing.T) {
 	p := newPartitions(t)
-	if _, err := p.CreateInstance(t.Context(), gpu(1, "well"), 19, device.Placement{Size: 1}); codeOf(err) != device.FailureOther {
-		t.Error(err)
-	}
-	if _, err := p.CreateCompute(t.Context(), gpu(1, "well"), 1); codeOf(err) != device.FailureOther {
-		t.Error(err)
-	}
 	p.command = []string{"/nonexistent"}
 	if _, err := p.Look(t.Context(), gpu(2, "well")); codeOf(err) != device.FailureOther ||
 		!strings.Contains(err.Error(), "start the worker") {

@@ -13,16 +13,13 @@ import (
 
 // Persistence reads the persistence mode of a card.
 func (p *Partitions) Persistence(ctx context.Context, card device.Card) (bool, error) {
-	r := request{Op: opPersistence, Card: card}
-	a, err := p.observed(ctx, r)
-	return partOf(r, a.Persistence, err)
+	a, err := p.observed(ctx, request{Op: opPersistence, Card: card})
+	return a.Persistence, err
 }
 
 // SetPersistence switches the persistence mode of a card on or off.
 func (p *Partitions) SetPersistence(ctx context.Context, card device.Card, on bool) error {
-	r := request{Op: opSetPersistence, Card: card, On: on}
-	a, err := p.observed(ctx, r)
-	_, err = partOf(r, a.Persistence, err)
+	_, err := p.observed(ctx, request{Op: opSetPersistence, Card: card, On: on})
 	return err
 }
 
@@ -44,41 +41,40 @@ func (p *Partitions) Leave(ctx context.Context, card device.PCIAddress) (back fu
 	return back, nil
 }
 
-func (c partitioner) persistence(r request) (*bool, error) {
+func (c partitioner) persistence(r request) (bool, error) {
 	card, err := c.open(r)
 	if err != nil {
-		return nil, err
+		return false, err
 	}
 	mode, ret := card.GetPersistenceMode()
 	if ret == nvml.ERROR_NOT_SUPPORTED {
-		return new(bool), nil
+		return false, nil
 	}
 	if ret != nvml.SUCCESS {
-		return nil, fmt.Errorf("read its persistence mode: %w", nvmlx.ToError(ret))
+		return false, fmt.Errorf("read its persistence mode: %w", nvmlx.ToError(ret))
 	}
-	on := mode == nvml.FEATURE_ENABLED
-	return &on, nil
+	return mode == nvml.FEATURE_ENABLED, nil
 }
 
 // setPersistence changes the persistence mode and reads it back.
-func (c partitioner) setPersistence(r request) (*bool, error) {
+func (c partitioner) setPersistence(r request) error {
 	is, err := c.persistence(r)
-	if err != nil || *is == r.On {
-		return is, err
+	if err != nil || is == r.On {
+		return err
 	}
 	card, err := c.open(r)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	mode := nvml.FEATURE_DISABLED
 	if r.On {
 		mode = nvml.FEATURE_ENABLED
 	}
 	if ret := card.SetPersistenceMode(mode); ret != nvml.SUCCESS {
-		return nil, nvmlx.ToError(ret)
+		return nvmlx.ToError(ret)
 	}
-	if is, err = c.persistence(r); err == nil && *is != r.On {
-		err = r.fail(device.FailureOther, "NVML reported success, but persistence mode is on: %t", *is)
+	if is, err = c.persistence(r); err == nil && is != r.On {
+		err = r.fail(device.FailureOther, "NVML reported success, but persistence mode is on: %t", is)
 	}
-	return is, err
+	return err
 }

@@ -69,12 +69,12 @@ func (r request) fail(code device.FailureCode, message string, args ...any) *Err
 
 // answer is the worker's reply to a request.
 type answer struct {
-	State    *device.CardState `json:"state,omitempty"`
-	Instance *device.Instance  `json:"instance,omitempty"`
+	State    device.CardState `json:"state,omitzero"`
+	Instance device.Instance  `json:"instance,omitzero"`
 	// Waiting says what the NVLink fabric still does to register the card. It is empty when the
 	// card is registered or has no fabric.
-	Waiting     string            `json:"waiting,omitempty"`
-	TimeSlice   *device.TimeSlice `json:"timeSlice,omitempty"`
-	Persistence *bool             `json:"persistence,omitempty"`
-	Error       *Error            `json:"error,omitempty"`
+	Waiting     string           `json:"waiting,omitempty"`
+	TimeSlice   device.TimeSlice `json:"timeSlice,omitempty"`
+	Persistence bool             `json:"persistence,omitempty"`
+	Error       *Error           `json:"error,omitempty"`
 }

@@ -25,10 +25,10 @@ func sliceName(s device.TimeSlice) string {
 	return sliceNames[s]
 }
 
-func (c partitioner) timeSlice(r request) (*device.TimeSlice, error) {
+func (c partitioner) timeSlice(r request) (device.TimeSlice, error) {
 	s, err := c.look(r) // nvidia-smi would report a missing card less clearly
 	if err != nil {
-		return nil, err
+		return 0, err
 	}
 	return c.readSlice(r, s)
 }
@@ -37,37 +37,37 @@ func (c partitioner) timeSlice(r request) (*device.TimeSlice, error) {
 // slice than the requested one, it returns an error. A card in MIG mode may still have that of an
 // earlier claim: the open kernel modules keep it for the GPU's UUID, whatever its mode
 // (subdevice_ctrl_gpu_kernel.c).
-func (c partitioner) setTimeSlice(r request) (*device.TimeSlice, error) {
+func (c partitioner) setTimeSlice(r request) error {
 	if r.TimeSlice < 0 || int(r.TimeSlice) >= len(sliceNames) {
-		return nil, r.fail(device.FailureOther, "this version does not know the time slice")
+		return r.fail(device.FailureOther, "this version does not know the time slice")
 	}
 	s, err := c.look(r)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	is, err := c.readSlice(r, s)
-	if err != nil || *is == r.TimeSlice {
-		return is, err
+	if err != nil || is == r.TimeSlice {
+		return err
 	}
 	if _, err := c.smi(r, s.Minor, fmt.Sprintf("--set-timeslice=%d", int(r.TimeSlice))); err != nil {
-		return nil, err
+		return err
 	}
-	if is, err = c.readSlice(r, s); err == nil && *is != r.TimeSlice {
-		err = r.fail(device.FailureOther, "nvidia-smi reported success, but the time slice is %s", sliceName(*is))
+	if is, err = c.readSlice(r, s); err == nil && is != r.TimeSlice {
+		err = r.fail(device.FailureOther, "nvidia-smi reported success, but the time slice is %s", sliceName(is))
 	}
-	return is, err
+	return err
 }
 
-func (c partitioner) readSlice(r request, s *device.CardState) (*device.TimeSlice, error) {
+func (c partitioner) readSlice(r request, s device.CardState) (device.TimeSlice, error) {
 	out, err := c.smi(r, s.Minor, "--list")
 	if err != nil {
-		return nil, err
+		return 0, err
 	}
-	found, err := parseSlice(out)
+	is, err := parseSlice(out)
 	if err != nil {
-		return nil, r.fail(device.FailureOther, "%v: %s", err, tool.LastOutput(out))
+		err = r.fail(device.FailureOther, "%v: %s", err, tool.LastOutput(out))
 	}
-	return &found, nil
+	return is, err
 }
 
 // parseSlice returns the time slice from nvidia-smi's table of one GPU. The relevant row is "| 0
