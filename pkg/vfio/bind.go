@@ -1,7 +1,6 @@
 package vfio
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -49,7 +48,7 @@ func (g Group) Bindings(sysfs, modules string) ([]Binding, error) {
 	if err != nil {
 		return nil, err
 	}
-	best, err := Module(bytes.NewReader(aliases), g.GPU)
+	best, err := Module(aliases, g.GPU)
 	if err != nil {
 		return nil, err
 	}

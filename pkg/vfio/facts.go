@@ -22,9 +22,10 @@ const (
 // AddressableMemory returns how many bytes of address space the GPU's 64-bit memory regions take,
 // rounded up to a power of two: what a virtual machine must reserve for the GPU.
 func AddressableMemory(sysfs string, gpu device.PCIAddress) (uint64, error) {
-	resource, err := text(filepath.Join(sysfs, "bus/pci/devices", string(gpu)), "resource")
-	if err != nil {
-		return 0, fmt.Errorf("read the memory regions of %s: %w", gpu, err)
+	dir := directory{path: filepath.Join(sysfs, "bus/pci/devices", string(gpu))}
+	resource := dir.text("resource")
+	if dir.err != nil {
+		return 0, fmt.Errorf("read the memory regions of %s: %w", gpu, dir.err)
 	}
 	var total uint64
 	for i, line := range strings.Split(resource, "\n") {

@@ -58,53 +58,38 @@ type Group struct {
 	// GPU is one of them.
 	VirtualFunctions int
 	IsVirtual        bool
-	// NUMANode is nil if the platform reports none.
-	NUMANode *int
 }
 
 // Read reads the group of the GPU at the address. sysfs is where sysfs is mounted.
 func Read(sysfs string, gpu device.PCIAddress) (Group, error) {
-	dir := filepath.Join(sysfs, "bus/pci/devices", string(gpu))
+	dir := directory{path: filepath.Join(sysfs, "bus/pci/devices", string(gpu))}
 	g := Group{Number: -1}
 	var err error
 	if g.GPU, err = readFunction(sysfs, gpu); err != nil {
 		return g, err
 	}
-	group, err := filepath.EvalSymlinks(filepath.Join(dir, "iommu_group"))
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-	case err != nil:
+	group, err := filepath.EvalSymlinks(filepath.Join(dir.path, "iommu_group"))
+	if err == nil {
+		inGroup := directory{path: group}
+		g.NoIOMMU = inGroup.text("name") == "vfio-noiommu"
+		g.Number, err = strconv.Atoi(filepath.Base(group))
+		err = errors.Join(err, inGroup.err)
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return g, fmt.Errorf("read the IOMMU group of %s: %w", gpu, err)
-	default:
-		if g.Number, err = strconv.Atoi(filepath.Base(group)); err != nil {
-			return g, fmt.Errorf("read the IOMMU group of %s: %w", gpu, err)
-		}
-		name, err := text(group, "name")
-		if err != nil {
-			return g, fmt.Errorf("read the IOMMU group of %s: %w", gpu, err)
-		}
-		g.NoIOMMU = name == "vfio-noiommu"
 	}
 	if g.Companions, err = companions(sysfs, gpu, group); err != nil {
 		return g, fmt.Errorf("read the companions of %s: %w", gpu, err)
 	}
-	methods, err := text(dir, "reset_method")
-	if err != nil {
-		return g, fmt.Errorf("read how %s can be reset: %w", gpu, err)
+	g.ResetMethods = strings.Fields(dir.text("reset_method"))
+	if dir.text("sriov_numvfs") != "" { // else the GPU cannot have any
+		g.VirtualFunctions = dir.number("sriov_numvfs")
 	}
-	g.ResetMethods = strings.Fields(methods)
-	if g.VirtualFunctions, err = number(dir, "sriov_numvfs", 0); err != nil {
-		return g, fmt.Errorf("read the virtual functions of %s: %w", gpu, err)
+	if dir.err != nil {
+		return g, fmt.Errorf("read the reset methods and virtual functions of %s: %w", gpu, dir.err)
 	}
-	if _, err := os.Lstat(filepath.Join(dir, "physfn")); err == nil {
+	if _, err := os.Lstat(filepath.Join(dir.path, "physfn")); err == nil {
 		g.IsVirtual = true
-	}
-	node, err := number(dir, "numa_node", -1)
-	if err != nil {
-		return g, fmt.Errorf("read the NUMA node of %s: %w", gpu, err)
-	}
-	if node >= 0 {
-		g.NUMANode = &node
 	}
 	return g, nil
 }
@@ -156,53 +141,54 @@ func sameSlot(a, b string) bool {
 }
 
 func readFunction(sysfs string, address device.PCIAddress) (Function, error) {
-	dir := filepath.Join(sysfs, "bus/pci/devices", string(address))
-	f := Function{Address: address}
-	var numbers [3]int
-	for i, name := range []string{"class", "vendor", "device"} {
-		var err error
-		if numbers[i], err = number(dir, name, -1); err == nil && numbers[i] < 0 {
-			err = fs.ErrNotExist
-		}
-		if err != nil {
-			return f, fmt.Errorf("read %s of PCI function %s: %w", name, address, err)
-		}
+	dir := directory{path: filepath.Join(sysfs, "bus/pci/devices", string(address))}
+	f := Function{
+		//nolint:gosec // sysfs has at most 24 bits of class and 16 of the others
+		Address: address, Class: uint16(dir.number("class") >> 8), Vendor: uint16(dir.number("vendor")), Device: uint16(dir.number("device")),
+		Override: dir.text("driver_override"), ModAlias: dir.text("modalias"),
 	}
-	//nolint:gosec // sysfs has at most 24 bits of class and 16 of the others
-	f.Class, f.Vendor, f.Device = uint16(numbers[0]>>8), uint16(numbers[1]), uint16(numbers[2])
-	driver, err := os.Readlink(filepath.Join(dir, "driver"))
-	if err == nil {
+	driver, err := os.Readlink(filepath.Join(dir.path, "driver"))
+	if dir.keep(err); err == nil {
 		f.Driver = filepath.Base(driver)
-	} else if !errors.Is(err, fs.ErrNotExist) {
-		return f, fmt.Errorf("read the driver of PCI function %s: %w", address, err)
-	}
-	if f.Override, err = text(dir, "driver_override"); err != nil {
-		return f, fmt.Errorf("read the driver override of PCI function %s: %w", address, err)
 	}
 	if f.Override == noOverride {
 		f.Override = ""
 	}
-	if f.ModAlias, err = text(dir, "modalias"); err != nil {
-		return f, fmt.Errorf("read the alias of PCI function %s: %w", address, err)
+	if dir.err != nil {
+		return f, fmt.Errorf("read PCI function %s: %w", address, dir.err)
 	}
 	return f, nil
 }
 
-// text returns a file's content without the line's end, or "" if the kernel has no such file.
-func text(dir, name string) (string, error) {
-	data, err := os.ReadFile(filepath.Join(dir, name))
-	if errors.Is(err, fs.ErrNotExist) {
-		return "", nil
-	}
-	return strings.TrimSpace(string(data)), err
+// directory reads the files of a directory of sysfs, and keeps the first error.
+type directory struct {
+	path string
+	err  error
 }
 
-// number returns the number in a file, or missing if the kernel has no such file.
-func number(dir, name string, missing int) (int, error) {
-	s, err := text(dir, name)
-	if err != nil || s == "" {
-		return missing, err
-	}
+// text returns a file's content without the line's end, or "" if the kernel has no such file.
+func (d *directory) text(name string) string {
+	data, err := os.ReadFile(filepath.Join(d.path, name))
+	d.keep(err)
+	return strings.TrimSpace(string(data))
+}
+
+// number returns the number in a file, which must exist.
+func (d *directory) number(name string) int {
+	s := d.text(name)
 	n, err := strconv.ParseInt(s, 0, 32)
-	return int(n), err
+	if s == "" {
+		err = errors.New("the file is missing")
+	}
+	if err != nil {
+		d.keep(fmt.Errorf("%s: %w", name, err))
+	}
+	return int(n)
+}
+
+// keep keeps the error of reading a file, unless the kernel has no such file.
+func (d *directory) keep(err error) {
+	if d.err == nil && !errors.Is(err, fs.ErrNotExist) {
+		d.err = err
+	}
 }

@@ -1,10 +1,8 @@
 package vfio
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path"
@@ -15,16 +13,16 @@ import (
 )
 
 // modulesAlias reads modules.alias of the running kernel. It is empty if there is no such file.
-func modulesAlias(modules string) ([]byte, error) {
+func modulesAlias(modules string) (string, error) {
 	var names unix.Utsname
 	if err := unix.Uname(&names); err != nil {
-		return nil, err
+		return "", err
 	}
 	aliases, err := os.ReadFile(filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias"))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
+		return "", nil
 	}
-	return aliases, err
+	return string(aliases), err
 }
 
 // plainModule is the VFIO driver for every PCI function.
@@ -35,15 +33,14 @@ const plainModule = "vfio_pci"
 // with the fewest wildcards, as the kernel's documentation asks of those that bind functions
 // (Documentation/driver-api/vfio.rst). Built-in modules have no line, so it is vfio_pci if no line
 // matches.
-func Module(modulesAlias io.Reader, f Function) (string, error) {
+func Module(modulesAlias string, f Function) (string, error) {
 	alias, ok := strings.CutPrefix(f.ModAlias, "pci:")
 	if !ok {
 		return "", fmt.Errorf("PCI function %s has alias %q, which does not begin with \"pci:\"", f.Address, f.ModAlias)
 	}
 	module, least := plainModule, -1
-	lines := bufio.NewScanner(modulesAlias)
-	for lines.Scan() {
-		words := strings.Fields(lines.Text())
+	for line := range strings.Lines(modulesAlias) {
+		words := strings.Fields(line)
 		if len(words) != 3 || words[0] != "alias" {
 			continue
 		}
@@ -58,9 +55,6 @@ func Module(modulesAlias io.Reader, f Function) (string, error) {
 		if n := strings.Count(pattern, "*"); matches && (least < 0 || n < least) {
 			module, least = words[2], n
 		}
-	}
-	if err := lines.Err(); err != nil {
-		return "", fmt.Errorf("read modules.alias: %w", err)
 	}
 	return module, nil
 }

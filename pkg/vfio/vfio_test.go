@@ -42,7 +42,7 @@ func (s tree) add(t *testing.T, address string, files map[string]string) {
 func gpuFiles(group string) map[string]string {
 	return map[string]string{
 		"class": "0x030200", "vendor": "0x10de", "device": "0x2330", "driver": "nvidia", "driver_override": "(null)",
-		"iommu_group": group, "reset_method": "flr bus", "numa_node": "1", "sriov_numvfs": "0",
+		"iommu_group": group, "reset_method": "flr bus", "sriov_numvfs": "0",
 		"modalias": "pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00",
 	}
 }
@@ -79,7 +79,7 @@ func TestGroupHasCompanionsOfSlotAndGroupWithoutBridges(t *testing.T) {
 	if !slices.Equal(names, []string{"0000:1b:00.1 snd_hda_intel", "0000:1b:00.2 "}) {
 		t.Errorf("companions %q", names)
 	}
-	if g.Number != 17 || g.NoIOMMU || *g.NUMANode != 1 || !slices.Equal(g.ResetMethods, []string{"flr", "bus"}) || g.GPU.Class != 0x0302 ||
+	if g.Number != 17 || g.NoIOMMU || !slices.Equal(g.ResetMethods, []string{"flr", "bus"}) || g.GPU.Class != 0x0302 ||
 		g.GPU.Driver != "nvidia" || g.GPU.Override != "" || g.GPU.Bound() || g.Refusal() != "" {
 		t.Errorf("%+v: %s", g, g.Refusal())
 	}
@@ -138,7 +138,7 @@ func unsafeMode(t *testing.T, s tree) {
 }
 
 func TestUnreadableFactsAreErrors(t *testing.T) {
-	for _, name := range []string{"class", "vendor", "device", "sriov_numvfs", "numa_node"} {
+	for _, name := range []string{"class", "vendor", "device", "sriov_numvfs"} {
 		s := tree{t.TempDir()}
 		s.add(t, string(gpu), with(gpuFiles("17"), name, "many"))
 		if _, err := Read(s.dir, gpu); err == nil || !strings.Contains(err.Error(), string(gpu)) {
@@ -161,17 +161,17 @@ alias vfio_pci:v000015B3d0000101Esv*sd*bc*sc*i* mlx5_vfio_pci
 		"pci:v000010DEd00002342sv000010DEsd000016EBbc03sc02i00": "nvgrace_gpu_vfio_pci",
 		"pci:v000010DEd00002330sv000010DEsd000016C1bc03sc02i00": "vfio_pci",
 	} {
-		if got, err := Module(strings.NewReader(aliases), Function{ModAlias: alias}); err != nil || got != want {
+		if got, err := Module(aliases, Function{ModAlias: alias}); err != nil || got != want {
 			t.Errorf("%s: %q, %v, want %q", alias, got, err, want)
 		}
 	}
-	if got, err := Module(strings.NewReader(""), Function{ModAlias: "pci:v1"}); err != nil || got != "vfio_pci" {
+	if got, err := Module("", Function{ModAlias: "pci:v1"}); err != nil || got != "vfio_pci" {
 		t.Errorf("without aliases: %q, %v", got, err)
 	}
-	if _, err := Module(strings.NewReader(aliases), Function{Address: gpu, ModAlias: "usb:v1"}); err == nil {
+	if _, err := Module(aliases, Function{Address: gpu, ModAlias: "usb:v1"}); err == nil {
 		t.Error("an alias of another bus was accepted")
 	}
-	if _, err := Module(strings.NewReader("alias vfio_pci:[ x\n"), Function{ModAlias: "pci:v1"}); err == nil {
+	if _, err := Module("alias vfio_pci:[ x\n", Function{ModAlias: "pci:v1"}); err == nil {
 		t.Error("an invalid pattern was accepted")
 	}
 }

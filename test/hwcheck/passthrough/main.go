@@ -63,13 +63,12 @@ func describeGroup(g vfio.Group, aliases string) string {
 }
 
 func moduleFor(f vfio.Function, aliases string) (string, error) {
-	file, err := os.Open(aliases)
+	lines, err := os.ReadFile(aliases)
 	if errors.Is(err, fs.ErrNotExist) {
 		return "unknown (no " + aliases + ")", nil
 	}
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = file.Close() }()
-	return vfio.Module(file, f)
+	return vfio.Module(string(lines), f)
 }
