@@ -48,9 +48,7 @@ type Cards interface {
 // Binder binds cards to VFIO and releases them. Calls for one card run one after another.
 type Binder struct {
 	options Options
-
-	mu    sync.Mutex
-	slots map[device.PCIAddress]*slot
+	slots   sync.Map // of *slot, by PCI address
 }
 
 // slot has the last child process of one card. Between its send to busy and its receive from it, a
@@ -69,7 +67,7 @@ func New(o Options) *Binder {
 	if o.Dev == "" {
 		o.Dev = "/dev"
 	}
-	return &Binder{options: o, slots: map[device.PCIAddress]*slot{}}
+	return &Binder{options: o}
 }
 
 // Look reads how the card and its companions are bound, and plans to which drivers they are to be
@@ -160,19 +158,18 @@ func (b *Binder) order(op operation, card device.Card, list []vfio.Binding) orde
 	return order{Paths: b.options.Paths, Dev: b.options.Dev, Op: op, Card: card.PCIAddress, List: list}
 }
 
+func (b *Binder) slot(card device.PCIAddress) *slot {
+	s, _ := b.slots.LoadOrStore(card, &slot{busy: make(chan struct{}, 1)})
+	return s.(*slot)
+}
+
 // call carries out the order in a child process. If the card's last process still hangs, it returns
 // an error soon instead.
 func (b *Binder) call(ctx context.Context, o order) (answer, error) {
 	if ctx.Err() != nil {
 		return answer{}, &Error{Op: o.phrase(), Code: device.FailureTimeout, Message: "no time was left; nothing was done"}
 	}
-	b.mu.Lock()
-	s := b.slots[o.Card]
-	if s == nil {
-		s = &slot{busy: make(chan struct{}, 1)}
-		b.slots[o.Card] = s
-	}
-	b.mu.Unlock()
+	s := b.slot(o.Card)
 	select {
 	case s.busy <- struct{}{}:
 	case <-ctx.Done():

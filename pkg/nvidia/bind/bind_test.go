@@ -358,11 +358,11 @@ func TestHungUnbindCostsOneCardAndOneProcess(t *testing.T) {
 	if err := s.Bind(limited, card, found); !errors.As(err, &failed) || failed.Code != device.FailureTimeout {
 		t.Fatal(err)
 	}
-	hung := s.slots[card.PCIAddress].process
+	hung := s.slot(card.PCIAddress).process
 	if err := s.Release(t.Context(), card, found); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("process %d", hung.PID)) {
 		t.Errorf("the next call: %v, want it to name process %d", err, hung.PID)
 	}
-	if s.slots[card.PCIAddress].process != hung {
+	if s.slot(card.PCIAddress).process != hung {
 		t.Error("another process was started for the card")
 	}
 	if took := time.Since(began); took > nvidiatest.Patience {

@@ -8,6 +8,8 @@ import (
 	"io"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
@@ -132,23 +134,15 @@ func (o order) checkIdle(b vfio.Binding) error {
 }
 
 // awaitIdle waits until no process has a card of NVIDIA's driver open, at most idleLimit.
-func (o order) awaitIdle(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, idleLimit)
-	defer cancel()
-	poll := time.NewTicker(idlePoll)
-	defer poll.Stop()
-	for host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
-		err := o.checkIdle(vfio.Binding{Address: o.Card})
-		if err == nil {
-			return nil
+func (o order) awaitIdle(ctx context.Context) (err error) {
+	_ = wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
+		err = nil
+		if host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
+			err = o.checkIdle(vfio.Binding{Address: o.Card})
 		}
-		select {
-		case <-poll.C:
-		case <-ctx.Done():
-			return err
-		}
-	}
-	return nil
+		return err == nil, nil
+	})
+	return err // of the last attempt
 }
 
 // nodes returns the device nodes through which processes use the card now: that of NVIDIA's driver,
@@ -164,20 +158,10 @@ func (o order) nodes() (host.DeviceNodes, error) {
 // awaitNodes waits until nodes knows the device nodes. The kernel links a driver to a card before
 // the driver has taken it, and only then does NVIDIA's driver list the card (drivers/base/dd.c,
 // really_probe).
-func (o order) awaitNodes(ctx context.Context) (host.DeviceNodes, error) {
-	ctx, cancel := context.WithTimeout(ctx, listLimit)
-	defer cancel()
-	poll := time.NewTicker(idlePoll)
-	defer poll.Stop()
-	for {
-		nodes, err := o.nodes()
-		if err == nil {
-			return nodes, nil
-		}
-		select {
-		case <-poll.C:
-		case <-ctx.Done():
-			return nodes, err
-		}
-	}
+func (o order) awaitNodes(ctx context.Context) (nodes host.DeviceNodes, err error) {
+	_ = wait.PollUntilContextTimeout(ctx, idlePoll, listLimit, true, func(context.Context) (bool, error) {
+		nodes, err = o.nodes()
+		return err == nil, nil
+	})
+	return nodes, err
 }
