@@ -36,7 +36,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/below"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
 // These are paths in the mount namespace of the driver's programs.
@@ -180,13 +180,8 @@ func enter(v View) error {
 // linkDriverFiles creates links to the driver's programs in /tmp/bin and to its libraries in
 // /tmp/lib.
 func linkDriverFiles(v View) error {
-	root, err := unix.Open(driverRoot, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("open the driver root: %w", err)
-	}
-	defer func() { _ = unix.Close(root) }()
 	for _, program := range v.Programs {
-		target, err := resolve(root, v.DriverRoot, program)
+		target, err := resolve(v, program)
 		if err != nil {
 			return err
 		}
@@ -194,7 +189,7 @@ func linkDriverFiles(v View) error {
 			return err
 		}
 	}
-	dir, err := resolve(root, v.DriverRoot, v.LibraryDir)
+	dir, err := resolve(v, v.LibraryDir)
 	if err != nil {
 		return err
 	}
@@ -206,7 +201,7 @@ func linkDriverFiles(v View) error {
 		if !isDriverLibrary(e.Name()) {
 			continue
 		}
-		target, err := resolve(root, v.DriverRoot, filepath.Join(v.LibraryDir, e.Name()))
+		target, err := resolve(v, filepath.Join(v.LibraryDir, e.Name()))
 		if err != nil {
 			continue // A dangling link is not a library.
 		}
@@ -223,17 +218,15 @@ func isDriverLibrary(name string) bool {
 }
 
 // resolve follows the links of path as a process with the driver root as its root directory would.
-// root is a descriptor of the driver root, prefix its path. The result is a path in this mount
-// namespace.
-func resolve(root int, prefix, path string) (string, error) {
-	relative, err := filepath.Rel(prefix, path)
+// The result is a path in this mount namespace.
+func resolve(v View, path string) (string, error) {
+	relative, err := filepath.Rel(v.DriverRoot, path)
 	if err != nil {
 		return "", err
 	}
-	fd, err := below.Open(root, relative, 0)
+	found, err := driverroot.Resolve(driverRoot, relative)
 	if err != nil {
 		return "", fmt.Errorf("find %s: %w", path, err)
 	}
-	defer func() { _ = unix.Close(fd) }()
-	return os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	return found, nil
 }
