@@ -181,7 +181,7 @@ func (h *hardware) describe(in *device.Instance) {
 }
 
 func failure(code device.FailureCode, op string, c device.Card, processes ...nvidia.Process) error {
-	return &cut.Error{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
+	return &nvidia.Error{Op: op + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code), Processes: processes}
 }
 
 // migEdits is the test's Options.MIGEdits. It adds the two capability device nodes to the edits of

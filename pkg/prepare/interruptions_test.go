@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
@@ -52,7 +52,7 @@ func stopDisk(w *world, n int) (reached func() bool) {
 
 // failing lets a hardware call return an error, before or after its effect.
 func failing(name string, after bool, code device.FailureCode) interruption {
-	return atHardwareCall(name, after, func(*world) error { return &cut.Error{Op: "a call", Code: code, Message: string(code)} })
+	return atHardwareCall(name, after, func(*world) error { return &nvidia.Error{Op: "a call", Code: code, Message: string(code)} })
 }
 
 // atHardwareCall lets a hardware call return the error of fault, before or after its effect.

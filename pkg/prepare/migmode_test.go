@@ -13,7 +13,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
@@ -223,7 +222,7 @@ func TestFailedMIGModeDisableIsRetried(t *testing.T) {
 	w.scan()
 	h.of(t, gpu0).Open = []nvidia.Process{{PID: 7, Name: "dcgm"}}
 	off, err := p.DisableUnusedMIGMode(t.Context(), w.gpuOf(t, gpu0))
-	var failed *cut.Error
+	var failed *nvidia.Error
 	if off || !errors.As(err, &failed) || failed.Code != device.FailureInUse || !strings.Contains(err.Error(), gpu0) {
 		t.Errorf("disabled: %v, %v", off, err)
 	}
@@ -253,7 +252,7 @@ func TestInterruptedMIGModeDisableIsFinished(t *testing.T) {
 			h.takeCalls()
 			h.fault = func(n int, late bool) error {
 				if n == call && late == after {
-					return &cut.Error{Op: "a call", Code: device.FailureDied}
+					return &nvidia.Error{Op: "a call", Code: device.FailureDied}
 				}
 				return nil
 			}

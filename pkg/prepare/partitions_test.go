@@ -14,7 +14,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
@@ -361,7 +360,7 @@ func TestPartitionIsLostOnlyOnPermanentErrors(t *testing.T) {
 			h.takeCalls()
 			h.fault = func(_ int, after bool) error {
 				if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-					return &cut.Error{Op: "a call", Code: code, Message: string(code)}
+					return &nvidia.Error{Op: "a call", Code: code, Message: string(code)}
 				}
 				return nil
 			}

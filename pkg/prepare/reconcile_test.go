@@ -21,7 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
@@ -150,7 +150,7 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	w.scan()
 	h.fault = func(_ int, after bool) error {
 		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
-			return &cut.Error{Op: "a call", Code: device.FailureNotSupported, Message: "not supported"}
+			return &nvidia.Error{Op: "a call", Code: device.FailureNotSupported, Message: "not supported"}
 		}
 		return nil
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
@@ -22,7 +22,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 	anew := func(w *world) { w.snapshot.Node.GPUs = w.snapshot.Node.GPUs[1:] }
 	lost := func(h *hardware) {
 		h.fault = func(int, bool) error {
-			return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
+			return &nvidia.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 		}
 	}
 	for name, c := range map[string]struct {
@@ -32,7 +32,7 @@ func TestUnprepareNeedsNeitherDriverNorGPU(t *testing.T) {
 		"the driver is not loaded": {nil, func(_ *testing.T, w *world, h *hardware) {
 			w.snapshot.Ready = false
 			h.fault = func(int, bool) error {
-				return &cut.Error{Op: "query", Code: device.FailureNoDriver, Message: "the driver is not loaded"}
+				return &nvidia.Error{Op: "query", Code: device.FailureNoDriver, Message: "the driver is not loaded"}
 			}
 		}},
 		"the card is gone": {nil, func(_ *testing.T, w *world, h *hardware) {
@@ -84,7 +84,7 @@ func TestGPUIsNotCalledGoneBeforeFirstScan(t *testing.T) {
 	mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", small0)))
 	w.snapshot = inventory.Snapshot{}
 	h.fault = func(int, bool) error {
-		return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
+		return &nvidia.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	p := w.plugin(t)
 	if err := p.Unprepare(t.Context(), "uid-c"); err == nil || len(w.records()) != 1 {
@@ -100,7 +100,7 @@ func TestUnprepareFailsWhileGPUDoesNotAnswer(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", small0)))
 	h.fault = func(int, bool) error {
-		return &cut.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
+		return &nvidia.Error{Op: "query", Code: device.FailureLost, Message: "the GPU is lost"}
 	}
 	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Step || len(w.records()) != 1 {
 		t.Errorf("unprepared, with records %q: %v", w.records(), err)

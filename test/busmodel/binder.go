@@ -9,7 +9,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/bind"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 )
@@ -78,9 +77,9 @@ func (Binder) wrap(op string, card device.Card, err error) error {
 	if err == nil {
 		return nil
 	}
-	failed := &bind.Error{Op: op + " " + card.PCIAddress.WholeName(), Code: device.FailureOther, Message: err.Error()}
+	failed := &nvidia.Error{Op: op + " " + card.PCIAddress.WholeName(), Code: device.FailureOther, Message: err.Error()}
 	if errors.Is(err, errUsed) {
-		failed.Code, failed.Users = device.FailureInUse, []nvidia.Process{{PID: 77, Name: "python"}}
+		failed.Code, failed.Processes = device.FailureInUse, []nvidia.Process{{PID: 77, Name: "python"}}
 	}
 	return failed
 }

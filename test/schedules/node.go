@@ -13,7 +13,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/migmodel"
@@ -194,7 +193,7 @@ func (n *node) supervisorDies() {
 }
 
 func failure(code device.FailureCode, op faultPoint, c device.Card) error {
-	return &cut.Error{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
+	return &nvidia.Error{Op: string(op) + " on " + c.PCIAddress.WholeName(), Code: code, Message: string(code)}
 }
 
 // onGPU calls the function do with the GPU that card c describes. It returns an error if that GPU

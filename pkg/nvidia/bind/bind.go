@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -167,13 +166,13 @@ func (b *Binder) slot(card device.PCIAddress) *slot {
 // an error soon instead.
 func (b *Binder) call(ctx context.Context, o order) (answer, error) {
 	if ctx.Err() != nil {
-		return answer{}, &Error{Op: o.phrase(), Code: device.FailureTimeout, Message: "no time was left; nothing was done"}
+		return answer{}, o.fail(device.FailureTimeout, "no time was left; nothing was done")
 	}
 	s := b.slot(o.Card)
 	select {
 	case s.busy <- struct{}{}:
 	case <-ctx.Done():
-		return answer{}, &Error{Op: o.phrase(), Code: device.FailureTimeout, Message: "an earlier call is still running; nothing was done"}
+		return answer{}, o.fail(device.FailureTimeout, "an earlier call is still running; nothing was done")
 	}
 	defer func() { <-s.busy }()
 	if err := s.awaitGone(ctx, o); err != nil {
@@ -185,26 +184,20 @@ func (b *Binder) call(ctx context.Context, o order) (answer, error) {
 	}
 	process, err := child.Start[answer](child.Command{Args: b.options.Command}, o)
 	if err != nil {
-		return answer{}, &Error{Op: o.phrase(), Code: device.FailureOther, Message: fmt.Sprintf("start the process: %v", err)}
+		return answer{}, o.fail(device.FailureOther, fmt.Sprintf("start the process: %v", err))
 	}
 	s.process, s.last, s.nodes = process, o, nodes
 	defer process.Kill()
 	select {
 	case a := <-process.Messages:
-		if a.Error == "" {
-			return a, nil
+		if a.Error != nil {
+			return answer{}, a.Error
 		}
-		code := device.FailureOther
-		if len(a.Users) > 0 {
-			code = device.FailureInUse
-		}
-		return answer{}, &Error{Op: o.phrase(), Code: code, Message: a.Error, Users: a.Users}
+		return a, nil
 	case <-process.Ended:
-		return answer{}, &Error{
-			Op: o.phrase(), Code: device.FailureDied, Message: fmt.Sprintf("its process died (%v)%s", process.Failure(), process.Stderr()),
-		}
+		return answer{}, o.fail(device.FailureDied, fmt.Sprintf("its process died (%v)%s", process.Failure(), process.Stderr()))
 	case <-ctx.Done():
-		return answer{}, s.hangs(o, fmt.Sprintf("%v", context.Cause(ctx)))
+		return answer{}, s.hangs(o, context.Cause(ctx).Error())
 	}
 }
 
@@ -226,37 +219,7 @@ func (s *slot) awaitGone(ctx context.Context, o order) error {
 
 // hangs returns the error of the order o while the card's last process does not end.
 func (s *slot) hangs(o order, what string) error {
-	return &Error{
-		Op: o.phrase(), Code: device.FailureTimeout, Users: host.UsersOf(o.Paths, s.nodes),
-		Message: fmt.Sprintf("the kernel has not answered the attempt to %s (process %d), and will when no process uses the GPU: %s",
-			s.last.phrase(), s.process.PID, what),
-	}
-}
-
-// Error says why a card was not bound or released.
-type Error struct {
-	// Op names the operation and the card.
-	Op      string
-	Code    device.FailureCode
-	Message string
-	// Users are processes that use the card.
-	Users []nvidia.Process
-}
-
-// FailureCode returns e.Code.
-func (e *Error) FailureCode() device.FailureCode { return e.Code }
-
-func (e *Error) Error() string {
-	text := e.Op + ": " + e.Message
-	if len(e.Users) == 0 {
-		return text
-	}
-	names := make([]string, len(e.Users))
-	for i, p := range e.Users {
-		names[i] = p.String()
-	}
-	if !slices.ContainsFunc(e.Users, func(p nvidia.Process) bool { return !p.Plugin }) {
-		return text + ": only this plugin has it open, for a scan or until its update ends: the kubelet retries: " + strings.Join(names, ", ")
-	}
-	return text + ": end " + strings.Join(names, ", ")
+	message := fmt.Sprintf("%s: the kernel has not answered the attempt to %s (process %d), and will when no process uses the GPU",
+		what, s.last.phrase(), s.process.PID)
+	return o.fail(device.FailureTimeout, message, host.UsersOf(o.Paths, s.nodes)...)
 }

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/cut"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
@@ -354,7 +355,7 @@ func TestHungUnbindCostsOneCardAndOneProcess(t *testing.T) {
 	limited, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	began := time.Now()
-	var failed *Error
+	var failed *nvidia.Error
 	if err := s.Bind(limited, card, found); !errors.As(err, &failed) || failed.Code != device.FailureTimeout {
 		t.Fatal(err)
 	}

@@ -15,11 +15,13 @@ func TestErrorSaysThatAnotherInstanceHasTheGPU(t *testing.T) {
 		users []nvidia.Process
 		want  string
 	}{
-		{[]nvidia.Process{instance}, "only this plugin has it open, for a scan or until its update ends: the kubelet retries: "},
-		{[]nvidia.Process{instance, other}, ": end "},
-		{[]nvidia.Process{other}, ": end python (process 77)"},
+		{[]nvidia.Process{instance}, ": only this plugin has it open, for a scan or until its update ends: the kubelet retries; " +
+			"it is open in gpu-kubelet-plu (process 12, of this driver)"},
+		{[]nvidia.Process{instance, other}, ": end the processes; it is open in gpu-kubelet-plu (process 12, of this driver), " +
+			"python (process 77)"},
+		{[]nvidia.Process{other}, ": end the processes; it is open in python (process 77)"},
 	} {
-		err := &Error{Op: "bind to VFIO gpu", Code: device.FailureInUse, Message: "processes use the GPU", Users: c.users}
+		err := order{Op: opBind, Card: "0000:1b:00.0"}.fail(device.FailureInUse, "processes use the GPU", c.users...)
 		if !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v, want %q", err, c.want)
 		}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"time"
 
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -52,13 +53,21 @@ func (o order) phrase() string {
 	return what + " " + o.Card.WholeName()
 }
 
+// fail returns an error of the order. users are the processes that have the card open, if the order
+// failed because of them.
+func (o order) fail(code device.FailureCode, message string, users ...nvidia.Process) *nvidia.Error {
+	if slices.ContainsFunc(users, func(p nvidia.Process) bool { return !p.Plugin }) {
+		message += ": end the processes"
+	} else if len(users) > 0 {
+		message += ": only this plugin has it open, for a scan or until its update ends: the kubelet retries"
+	}
+	return &nvidia.Error{Op: o.phrase(), Code: code, Message: message, Processes: users}
+}
+
 // answer is the only message of the child process.
 type answer struct {
 	List  []vfio.Binding `json:"list,omitempty"`
-	Error string         `json:"error,omitempty"`
-	// Users are the processes that have the card open. They are set if the order failed because of
-	// them.
-	Users []nvidia.Process `json:"users,omitempty"`
+	Error *nvidia.Error  `json:"error,omitempty"`
 }
 
 // Serve runs in the child process of [Binder]. It reads an order from in, carries it out and writes
@@ -71,10 +80,11 @@ func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
 	defer end()
 	a, err := o.do(ctx)
 	if err != nil {
-		a = answer{Error: err.Error()}
-	}
-	if used := new(usedError); errors.As(err, &used) {
-		a.Users = used.users
+		code, used := device.FailureOther, new(usedError)
+		if errors.As(err, &used) {
+			code = device.FailureInUse
+		}
+		a = answer{Error: o.fail(code, err.Error(), used.users...)}
 	}
 	return json.NewEncoder(out).Encode(a)
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 )
 
@@ -52,8 +53,8 @@ func (p *Partitions) slot(at device.PCIAddress) *workerSlot {
 
 // timeoutError returns the error of a call whose context ended because of cause. what says whether
 // the operation may have changed the GPU.
-func timeoutError(r request, cause error, what string) *Error {
+func timeoutError(r request, cause error, what string) *nvidia.Error {
 	e := r.fail(device.FailureTimeout, "%v: %s", cause, what)
-	e.cause = cause
+	e.Cause = cause
 	return e
 }

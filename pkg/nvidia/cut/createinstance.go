@@ -8,6 +8,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
@@ -48,17 +49,17 @@ func (c partitioner) tryCreateInstance(r request) (device.Instance, error) {
 
 // creationRefusal returns the error for an instance that the driver refuses because the card is in
 // use. It is transient even if other processes have the card open: the driver's own use ends soon.
-func (c partitioner) creationRefusal(r request, ret nvml.Return) *Error {
+func (c partitioner) creationRefusal(r request, ret nvml.Return) *nvidia.Error {
 	refusal := c.explain(r, nvmlx.ToError(ret))
-	refusal.transient = true
+	refusal.Transient = true
 	return refusal
 }
 
 // nameUsers adds the processes that have the card open to the error of a refused creation. It is
 // called after the last attempt only, because it reads all of /proc.
 func (c partitioner) nameUsers(r request, err error) error {
-	var refusal *Error
-	if errors.As(err, &refusal) && refusal.transient {
+	var refusal *nvidia.Error
+	if errors.As(err, &refusal) && refusal.Transient {
 		if card, failure := c.open(r); failure == nil {
 			refusal.Processes = c.usersOf(card, nil)
 		}

@@ -7,6 +7,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
@@ -67,7 +68,7 @@ func (c partitioner) destroy(r request) error {
 	return nil
 }
 
-func (c partitioner) destroyRefusal(r request, card nvml.Device, what string, ret nvml.Return) *Error {
+func (c partitioner) destroyRefusal(r request, card nvml.Device, what string, ret nvml.Return) *nvidia.Error {
 	refusal := c.explain(r, fmt.Errorf("%s: %w", what, nvmlx.ToError(ret)))
 	if refusal.Code == device.FailureInUse {
 		refusal.Processes = c.usersOf(card, &r.Instance.ID)

@@ -10,5 +10,5 @@
 // a GPU at once. A call that outlives its context kills the worker. The next call waits until that
 // process is gone, because a hung process may still carry out its order.
 //
-// An [Error] says what failed, on which GPU, and which processes have the GPU open.
+// An [nvidia.Error] says what failed, on which GPU, and which processes have the GPU open.
 package cut

@@ -39,8 +39,8 @@ func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error
 	began := time.Now()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		made, err := try()
-		var refusal *Error
-		if !errors.As(err, &refusal) || !refusal.transient || time.Since(began)+pause > limit {
+		var refusal *nvidia.Error
+		if !errors.As(err, &refusal) || !refusal.Transient || time.Since(began)+pause > limit {
 			return made, err
 		}
 		<-time.After(pause)
@@ -100,7 +100,7 @@ func modeNumber(on bool) int {
 
 // modeRefusal returns the error for a mode change after which the MIG mode is still the old one.
 // ret is NVML's answer to the change.
-func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *Error {
+func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *nvidia.Error {
 	switch ret {
 	case nvml.SUCCESS, nvml.ERROR_RESET_REQUIRED:
 		return r.fail(device.FailureReset, "this machine changes the mode with a reset of the GPU only: "+
@@ -114,7 +114,7 @@ func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *
 		refusal := c.explain(r, nvmlx.ToError(ret))
 		refusal.Processes = c.usersOf(card, nil)
 		// The plugin's own processes, a scan for example, close the GPU soon.
-		refusal.transient = !slices.ContainsFunc(refusal.Processes, func(p nvidia.Process) bool { return !p.Plugin })
+		refusal.Transient = !slices.ContainsFunc(refusal.Processes, func(p nvidia.Process) bool { return !p.Plugin })
 		return refusal
 	default:
 		return c.explain(r, nvmlx.ToError(ret))

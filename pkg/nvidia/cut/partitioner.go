@@ -57,15 +57,15 @@ func (c partitioner) do(r request) answer {
 	if err == nil {
 		return a
 	}
-	var failed *Error
+	var failed *nvidia.Error
 	if !errors.As(err, &failed) {
 		failed = c.explain(r, err)
 	}
 	return answer{Error: failed}
 }
 
-// explain returns err as a Error with the code of the NVML error and a remedy.
-func (c partitioner) explain(r request, err error) *Error {
+// explain returns err as an Error with the code of the NVML error and a remedy.
+func (c partitioner) explain(r request, err error) *nvidia.Error {
 	var ret nvmlx.Error
 	if !errors.As(err, &ret) {
 		return r.fail(device.FailureOther, "%v", err)

@@ -36,7 +36,7 @@ const (
 // worker, and the next call waits until that process is gone. A process that hangs in the driver
 // cannot be killed and may still finish its work. So a card never has more than one worker.
 //
-// Errors are of type [Error]. After [device.FailureDied], [device.FailureTimeout] and
+// Errors are of type [nvidia.Error]. After [device.FailureDied], [device.FailureTimeout] and
 // [device.FailureOther] the caller must call Look to learn the result.
 type Partitions struct {
 	observe Observer
@@ -103,7 +103,7 @@ func (p *Partitions) changeMode(ctx context.Context, r request, minor int) (devi
 	restore, err := p.excluded.Exclude(ctx, r.Card.PCIAddress, minor)
 	if err != nil {
 		refusal := r.fail(device.FailureInUse, "%v", err)
-		refusal.cause = context.Cause(ctx)
+		refusal.Cause = context.Cause(ctx)
 		return device.CardState{}, refusal
 	}
 	r.Watched = false
@@ -133,10 +133,10 @@ func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.In
 	ctx, cancel := bounded(ctx)
 	defer cancel()
 	r := request{Op: opDestroy, Card: card, Instance: in}
-	var busy *Error
+	var busy *nvidia.Error
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		_, err := p.observed(ctx, r)
-		var failed *Error
+		var failed *nvidia.Error
 		switch {
 		case errors.As(err, &failed) && failed.Code == device.FailureInUse:
 			busy = failed
@@ -184,7 +184,7 @@ func (p *Partitions) awaitFabric(ctx context.Context, card device.Card) error {
 		}
 		if !nvmlx.Sleep(ctx, pause) {
 			timeout := r.fail(device.FailureTimeout, "%s: check nvidia-fabricmanager and its log", a.Waiting)
-			timeout.cause = context.Cause(ctx)
+			timeout.Cause = context.Cause(ctx)
 			return timeout
 		}
 	}

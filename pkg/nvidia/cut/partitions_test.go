@@ -109,7 +109,7 @@ func workerPID(t *testing.T, p *Partitions, c device.Card) int {
 }
 
 func codeOf(err error) device.FailureCode {
-	var failed *Error
+	var failed *nvidia.Error
 	if errors.As(err, &failed) {
 		return failed.Code
 	}

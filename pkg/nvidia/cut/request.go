@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // request is one operation on one card, as the plugin sends it to the card's worker.
@@ -63,8 +64,8 @@ func (r request) phrase() string {
 	return what + " on " + r.Card.String()
 }
 
-func (r request) fail(code device.FailureCode, message string, args ...any) *Error {
-	return &Error{Op: r.phrase(), Code: code, Message: fmt.Sprintf(message, args...)}
+func (r request) fail(code device.FailureCode, message string, args ...any) *nvidia.Error {
+	return &nvidia.Error{Op: r.phrase(), Code: code, Message: fmt.Sprintf(message, args...)}
 }
 
 // answer is the worker's reply to a request.
@@ -76,5 +77,5 @@ type answer struct {
 	Waiting     string           `json:"waiting,omitempty"`
 	TimeSlice   device.TimeSlice `json:"timeSlice,omitempty"`
 	Persistence bool             `json:"persistence,omitempty"`
-	Error       *Error           `json:"error,omitempty"`
+	Error       *nvidia.Error    `json:"error,omitempty"`
 }

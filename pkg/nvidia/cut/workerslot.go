@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 )
 
@@ -40,7 +41,7 @@ func (s *workerSlot) call(ctx context.Context, r request) answer {
 		return answer{Error: failure}
 	}
 	a := ask(ctx, w, r)
-	if a.Error != nil && !a.Error.keepsWorker() {
+	if a.Error != nil && !keepsWorker(a.Error) {
 		w.Kill()
 	} else {
 		s.timer = time.AfterFunc(s.idle, func() { s.stopIdle(w) })
@@ -64,7 +65,7 @@ func ask(ctx context.Context, w *worker, r request) answer {
 
 // keepsWorker reports whether the worker can be used again after this error. After any other error,
 // a new worker process is more likely to succeed.
-func (e *Error) keepsWorker() bool {
+func keepsWorker(e *nvidia.Error) bool {
 	switch e.Code {
 	case device.FailureInUse, device.FailureInsufficient, device.FailureNotFound, device.FailureNotSupported, device.FailureChanged:
 		return true
@@ -75,7 +76,7 @@ func (e *Error) keepsWorker() bool {
 // readyWorker returns a worker that can take a request, and starts one if there is none. If the
 // last worker was killed but hangs, it waits until that process is gone, and returns an error if
 // ctx ends first.
-func (s *workerSlot) readyWorker(ctx context.Context, r request) (*worker, *Error) {
+func (s *workerSlot) readyWorker(ctx context.Context, r request) (*worker, *nvidia.Error) {
 	if w := s.worker; w != nil {
 		if w.IsUsable() {
 			return w, nil

@@ -1,15 +1,13 @@
-package cut
+package nvidia
 
 import (
 	"fmt"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
-// Error says why a MIG operation failed, on which GPU, and what to do. If the call ended
-// with its context, it wraps the context's error.
+// Error says why a call to a GPU failed, and what to do. Child processes send it as JSON.
 type Error struct {
 	// Op names the operation and the GPU, such as "create a GPU instance of profile 19 at 0:1 on
 	// gpu-0000-1b-00-0".
@@ -18,20 +16,20 @@ type Error struct {
 	Message string             `json:"message"`
 	// Processes are the processes that have the GPU or MIG instance open. They are set if the
 	// operation failed because of them.
-	Processes []nvidia.Process `json:"processes,omitempty"`
+	Processes []Process `json:"processes,omitempty"`
 
-	cause error
-	// transient says that a retry is likely to succeed.
-	transient bool
+	// Cause is the error of the context with which the call ended, if it did.
+	Cause error `json:"-"`
+	// Transient says that a retry is likely to succeed.
+	Transient bool `json:"-"`
 }
 
 // namedProcesses is how many processes an error message names at most.
 const namedProcesses = 8
 
-func (e *Error) Unwrap() error { return e.cause }
+func (e *Error) Unwrap() error { return e.Cause }
 
-// FailureCode returns e.Code. Packages that do not import this one find the code through this
-// method.
+// FailureCode returns e.Code, for packages that do not import this one.
 func (e *Error) FailureCode() device.FailureCode { return e.Code }
 
 func (e *Error) Error() string {
