@@ -81,15 +81,6 @@ func (d Daemon) Validate() error {
 	return nil
 }
 
-// Equal reports whether d and other have the same values in all fields. A nil MemoryLimits equals
-// an empty one.
-func (d Daemon) Equal(other Daemon) bool {
-	return d.ID == other.ID && slices.Equal(d.Devices, other.Devices) && d.MultiUser == other.MultiUser &&
-		maps.Equal(d.MemoryLimits, other.MemoryLimits) &&
-		(d.ThreadPercentage == nil) == (other.ThreadPercentage == nil) &&
-		(d.ThreadPercentage == nil || *d.ThreadPercentage == *other.ThreadPercentage)
-}
-
 // ValidID reports whether id may be the ID of a daemon.
 func ValidID(id string) bool { return len(id) <= 63 && validID.MatchString(id) }
 

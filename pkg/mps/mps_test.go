@@ -58,9 +58,9 @@ func TestValidate(t *testing.T) {
 }
 
 // A daemon's description (Daemon) must be the same after it is written as JSON and read again,
-// because the client sends it as JSON and the supervisor stores it so. Equal must report that two
-// different descriptions differ.
-func TestDaemonEqualSurvivesJSON(t *testing.T) {
+// because the client sends it as JSON and the supervisor stores it so. Otherwise the supervisor
+// would replace a daemon that runs as requested.
+func TestDaemonSurvivesJSON(t *testing.T) {
 	p := 40
 	d := Daemon{ID: "a", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: &p, MemoryLimits: map[int]uint64{0: 18432}, MultiUser: true}
 	data, err := json.Marshal(d)
@@ -68,25 +68,8 @@ func TestDaemonEqualSurvivesJSON(t *testing.T) {
 		t.Fatal(err)
 	}
 	var read Daemon
-	if err := json.Unmarshal(data, &read); err != nil || !d.Equal(read) {
+	if err := json.Unmarshal(data, &read); err != nil || !reflect.DeepEqual(d, read) {
 		t.Errorf("%s: %+v, %v", data, read, err)
-	}
-	if !(Daemon{ID: "a"}).Equal(Daemon{ID: "a", MemoryLimits: map[int]uint64{}}) {
-		t.Error("an empty set of limits does not equal an absent one")
-	}
-	q := 41
-	for name, change := range map[string]func(*Daemon){
-		"ID":         func(d *Daemon) { d.ID = "b" },
-		"devices":    func(d *Daemon) { d.Devices = []string{"GPU-1", "GPU-0"} },
-		"percentage": func(d *Daemon) { d.ThreadPercentage = &q },
-		"no percent": func(d *Daemon) { d.ThreadPercentage = nil },
-		"memory":     func(d *Daemon) { d.MemoryLimits = map[int]uint64{1: 18432} },
-		"users":      func(d *Daemon) { d.MultiUser = false },
-	} {
-		other := d
-		if change(&other); d.Equal(other) || other.Equal(d) {
-			t.Errorf("daemons with different %s are equal", name)
-		}
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/utils/ptr"
 
@@ -16,7 +17,7 @@ import (
 // free returns how many GPUs can be allocated whole, also to virtual machines, and for each GPU
 // that is offered in partitions the largest one that can be allocated. taken has the names of the
 // devices that claims have.
-func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, partitions []metrics.FreePartition) {
+func free(published []resourceslice.Slice, taken sets.Set[string]) (gpus int, partitions []metrics.FreePartition) {
 	left := remaining(published, taken)
 	inUse := map[string]bool{} // GPUs of which claims have a part
 	for name := range taken {
@@ -31,7 +32,7 @@ func free(published []resourceslice.Slice, taken map[string]bool) (gpus int, par
 			if !ok || n.Share {
 				continue
 			}
-			can := !taken[d.Name] && !blocked(d) && left.allow(d)
+			can := !taken.Has(d.Name) && !blocked(d) && left.allow(d)
 			if n.Partition == nil {
 				if can && !inUse[n.GPU] {
 					whole[n.GPU] = true
@@ -64,7 +65,7 @@ func blocked(d resourceapi.Device) bool {
 type counters map[string]map[string]resource.Quantity
 
 // remaining returns what the taken devices leave. All shares of a device consume its counters once.
-func remaining(published []resourceslice.Slice, taken map[string]bool) counters {
+func remaining(published []resourceslice.Slice, taken sets.Set[string]) counters {
 	left := counters{}
 	for _, slice := range published {
 		for _, set := range slice.SharedCounters {
@@ -76,7 +77,7 @@ func remaining(published []resourceslice.Slice, taken map[string]bool) counters 
 	}
 	for _, slice := range published {
 		for _, d := range slice.Devices {
-			if !taken[d.Name] {
+			if !taken.Has(d.Name) {
 				continue
 			}
 			for _, consumption := range d.ConsumesCounters {

@@ -12,6 +12,7 @@ import (
 	"slices"
 
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -48,13 +49,7 @@ func (s Source) Read() (_ metrics.Occupancy, ok bool) {
 	if !leading || err != nil || exclusiveErr != nil || sharedErr != nil {
 		return metrics.Occupancy{}, false
 	}
-	taken := map[string]bool{}
-	for name := range exclusive {
-		taken[name] = true
-	}
-	for name := range shared {
-		taken[name] = true
-	}
+	taken := sets.KeySet(exclusive).Union(sets.KeySet(shared))
 	now := metrics.Occupancy{Node: s.NodeName, Devices: s.devices(), Allocations: allocations(claims)}
 	now.FreeGPUs, now.Partitions = free(published, taken)
 	exists := map[string]bool{}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -34,8 +35,9 @@ func TestFractionsShareOneDaemonWithOwnLimits(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	mustPrepare(t, p, b)
-	daemon := mps.Daemon{ID: share0, Devices: []string{"GPU-0"}, MultiUser: true}
-	if len(w.daemons.running) != 1 || !w.daemons.running[share0].Equal(daemon) || h.of(t, gpu0).ComputeMode != device.ComputeExclusiveProcess {
+	daemon := mps.Daemon{ID: share0, Devices: []string{"GPU-0"}, MemoryLimits: map[int]uint64{}, MultiUser: true}
+	if len(w.daemons.running) != 1 || !reflect.DeepEqual(w.daemons.running[share0], daemon) ||
+		h.of(t, gpu0).ComputeMode != device.ComputeExclusiveProcess {
 		t.Errorf("the daemons are %+v", w.daemons.running)
 	}
 	for uid, want := range map[string][]string{

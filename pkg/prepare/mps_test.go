@@ -4,6 +4,7 @@ package prepare_test
 
 import (
 	"errors"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -33,7 +34,7 @@ func TestOneMPSDaemonServesAllDevicesOfAConfiguration(t *testing.T) {
 	mustPrepare(t, p, c)
 	want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-0", "GPU-1"}, ThreadPercentage: ptr.To(40),
 		MemoryLimits: map[int]uint64{0: 10240, 1: 5120}, MultiUser: true}
-	if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+	if got := w.daemons.running["uid-c-0"]; !reflect.DeepEqual(got, want) {
 		t.Errorf("the daemon is %+v", got)
 	}
 	a, b := h.of(t, gpu0).ComputeMode, h.of(t, gpu1).ComputeMode
@@ -100,7 +101,7 @@ func TestMemoryLimitIndexFollowsUUIDOrder(t *testing.T) {
 				`{"strategy":"MPS","mpsConfig":{"defaultPerDevicePinnedMemoryLimit":{`+c.perDevice+`}}}`)
 			mustPrepare(t, p, claim)
 			want := mps.Daemon{ID: "uid-c-0", Devices: []string{"GPU-1", "GPU-0"}, MemoryLimits: c.want}
-			if got := w.daemons.running["uid-c-0"]; !got.Equal(want) {
+			if got := w.daemons.running["uid-c-0"]; !reflect.DeepEqual(got, want) {
 				t.Errorf("the daemon is %+v, want %+v", got, want)
 			}
 			mustUnprepare(t, p, claim.UID)

@@ -5,6 +5,7 @@ package prepare_test
 
 import (
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -12,7 +13,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
@@ -133,7 +133,7 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 			mustPrepare(t, p, claim)
 			for _, call := range h.takeCalls() {
 				if call != "query" && call != "read time slice" && !strings.HasPrefix(call, "start ") ||
-					!maps.EqualFunc(w.daemons.running, daemons, mps.Daemon.Equal) {
+					!reflect.DeepEqual(w.daemons.running, daemons) {
 					t.Errorf("after a restart: %q", call)
 				}
 			}

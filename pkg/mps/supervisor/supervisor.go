@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"sync"
 	"time"
@@ -174,7 +175,7 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 	}
 	defer release()
 	r := s.find(spec.ID)
-	if r != nil && (r.isFinished() || !r.spec.Equal(spec)) {
+	if r != nil && (r.isFinished() || !reflect.DeepEqual(r.spec, spec)) {
 		if s.ctx.Err() != nil {
 			return errStopping
 		}

@@ -51,12 +51,7 @@ var programDirs = []string{
 // Unusual reports whether the container toolkit finds the library at libraryPath only if its
 // configuration names the directory.
 func Unusual(root, libraryPath string) bool {
-	for _, dir := range unusualDirs {
-		if filepath.Dir(libraryPath) == filepath.Join(root, dir) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(unusualDirs, func(dir string) bool { return filepath.Dir(libraryPath) == filepath.Join(root, dir) })
 }
 
 // NVML is the library whose directory has the driver's libraries.
@@ -143,22 +138,16 @@ func Find(root, name string) (Program, error) {
 		name, root, strings.Join(programDirs, ", "), fs.ErrNotExist)
 }
 
-// Environment returns the environment variables with which the program finds the named libraries of
-// the driver, such as NVML.
+// Environment returns the environment variables with which the program finds NVML.
 //
 // The program runs with the dynamic linker of this process's system, which fits no other build's C
 // library. So if the directory of the driver's libraries also has a C library, Environment preloads
-// each named library instead of searching the directory. Other libraries that these need must be
-// named too.
-func (p Program) Environment(libraries ...string) []string {
+// NVML instead of searching the directory.
+func (p Program) Environment() []string {
 	if _, err := os.Stat(filepath.Join(p.LibraryDir, "libc.so.6")); err != nil {
 		return []string{"LD_LIBRARY_PATH=" + p.LibraryDir}
 	}
-	var paths []string
-	for _, name := range libraries {
-		paths = append(paths, filepath.Join(p.LibraryDir, name))
-	}
-	return []string{"LD_PRELOAD=" + strings.Join(paths, ":")}
+	return []string{"LD_PRELOAD=" + filepath.Join(p.LibraryDir, NVML)}
 }
 
 // Resolve follows the symlinks of path as if root were the root directory. Otherwise an absolute

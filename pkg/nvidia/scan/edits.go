@@ -177,10 +177,5 @@ func (s scanner) withoutDevRoot(path string) string {
 }
 
 func hasLibrary(e edits, name string) bool {
-	for _, m := range e.Mounts {
-		if filepath.Base(m.ContainerPath) == name {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(e.Mounts, func(m *specs.Mount) bool { return filepath.Base(m.ContainerPath) == name })
 }

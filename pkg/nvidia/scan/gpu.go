@@ -25,10 +25,6 @@ type gpuReading struct {
 	onOpen   func()
 }
 
-func newGPUReading(onOpen func()) *gpuReading {
-	return &gpuReading{progress: wake.New(), onOpen: onOpen}
-}
-
 // answered is called after each NVML answer for the GPU. It restarts the time limit for reading
 // this GPU.
 func (r *gpuReading) answered() {

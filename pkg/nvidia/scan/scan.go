@@ -12,6 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // scanNode reads the node once, in this process. The error is a [nvidia.NotReadyError] if the node
@@ -120,7 +121,7 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia
 	results, opens := make(chan result, count), nvmlx.NewPendingOpens()
 	readings := make([]*gpuReading, count)
 	for i := range readings { // add all cards before the first limit starts
-		readings[i] = newGPUReading(opens.Add())
+		readings[i] = &gpuReading{progress: wake.New(), onOpen: opens.Add()}
 	}
 	for i, r := range readings {
 		go func() {

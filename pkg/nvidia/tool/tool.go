@@ -63,7 +63,7 @@ func (t Tool) run(ctx context.Context) (string, error) {
 	command := exec.CommandContext(ctx, t.Program.Path, t.Args...)
 	out := &tail.Writer{Limit: keptOutput}
 	command.Stdout, command.Stderr = out, out
-	command.Env = append(os.Environ(), append(t.Program.Environment(driverroot.NVML), "LC_ALL=C")...)
+	command.Env = append(os.Environ(), append(t.Program.Environment(), "LC_ALL=C")...)
 	if t.Lock != nil {
 		command.ExtraFiles = []*os.File{t.Lock}
 	}
