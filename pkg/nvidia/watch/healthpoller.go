@@ -107,8 +107,12 @@ func (p *healthPoller) open() (nvml.Device, error) {
 }
 
 // query runs call. The parameter what names it in errors. answered is false for an unsupported
-// call, which is no error.
-func (p *healthPoller) query(what string, call func() nvml.Return) (answered bool, err error) {
+// call, which is no error. function is the NVML function that an old driver's library may lack. It
+// is empty if call looks for it itself.
+func (p *healthPoller) query(what, function string, call func() nvml.Return) (answered bool, err error) {
+	if function != "" && !nvmlx.Has(p.lib, function) {
+		return false, nil
+	}
 	ret := call()
 	p.progress()
 	if ret == nvml.SUCCESS {
@@ -132,16 +136,6 @@ func isUnsupported(ret nvml.Return) bool {
 	return false
 }
 
-// queryFunction is [healthPoller.query] for an NVML function that an old driver's library may lack.
-func (p *healthPoller) queryFunction(what, function string, call func() nvml.Return) (answered bool, err error) {
-	return p.query(what, func() nvml.Return {
-		if !nvmlx.Has(p.lib, function) {
-			return nvml.ERROR_FUNCTION_NOT_FOUND
-		}
-		return call()
-	})
-}
-
 var recoveryActions = map[uint32]device.RecoveryAction{
 	uint32(nvml.GPU_RECOVERY_ACTION_NONE): device.RecoveryNone, uint32(nvml.GPU_RECOVERY_ACTION_GPU_RESET): device.RecoveryReset,
 	uint32(nvml.GPU_RECOVERY_ACTION_NODE_REBOOT): device.RecoveryReboot, uint32(nvml.GPU_RECOVERY_ACTION_DRAIN_P2P): device.RecoveryDrainP2P,
@@ -155,16 +149,14 @@ var recoveryActions = map[uint32]device.RecoveryAction{
 // before 565, because they lack this field.
 func (p *healthPoller) recovery(handle nvml.Device) (device.RecoveryAction, error) {
 	values := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
-	ret := handle.GetFieldValues(values)
-	p.progress()
-	if ret == nvml.SUCCESS {
-		ret = nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
-	}
-	if isUnsupported(ret) {
-		return device.RecoveryUnknown, nil
-	}
-	if ret != nvml.SUCCESS {
-		return device.RecoveryUnknown, fmt.Errorf("read its recovery action: %w", nvmlx.ToError(ret))
+	answered, err := p.query("recovery action", "nvmlDeviceGetFieldValues", func() nvml.Return {
+		if ret := handle.GetFieldValues(values); ret != nvml.SUCCESS {
+			return ret
+		}
+		return nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
+	})
+	if !answered {
+		return device.RecoveryUnknown, err
 	}
 	// The value is the first four bytes of the union, in little-endian order, as on every machine
 	// with NVIDIA GPUs.
@@ -176,7 +168,7 @@ func (p *healthPoller) recovery(handle nvml.Device) (device.RecoveryAction, erro
 
 // remap reads the state of bad memory. Ampere and later cards remap rows, older cards retire pages.
 func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) error {
-	answered, err := p.queryFunction("row remapping", "nvmlDeviceGetRemappedRows", func() nvml.Return {
+	answered, err := p.query("row remapping", "nvmlDeviceGetRemappedRows", func() nvml.Return {
 		_, _, pending, failed, ret := handle.GetRemappedRows()
 		if ret == nvml.SUCCESS {
 			c.Remap = &device.Remap{Pending: pending, Failed: failed}
@@ -186,7 +178,7 @@ func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) error {
 	if answered || err != nil {
 		return err
 	}
-	_, err = p.queryFunction("page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() nvml.Return {
+	_, err = p.query("page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() nvml.Return {
 		pending, ret := handle.GetRetiredPagesPendingStatus()
 		if ret == nvml.SUCCESS {
 			c.Remap = &device.Remap{Pending: pending == nvml.FEATURE_ENABLED}
@@ -197,7 +189,7 @@ func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) error {
 }
 
 func (p *healthPoller) eccErrors(handle nvml.Device, c *device.Condition) error {
-	_, err := p.query("ECC errors", func() nvml.Return {
+	_, err := p.query("ECC errors", "nvmlDeviceGetTotalEccErrors", func() nvml.Return {
 		count, ret := handle.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 		if ret == nvml.SUCCESS {
 			c.Uncorrected = &count
@@ -208,7 +200,7 @@ func (p *healthPoller) eccErrors(handle nvml.Device, c *device.Condition) error 
 }
 
 func (p *healthPoller) energy(handle nvml.Device, c *device.Condition) error {
-	_, err := p.queryFunction("energy", "nvmlDeviceGetTotalEnergyConsumption", func() nvml.Return {
+	_, err := p.query("energy", "nvmlDeviceGetTotalEnergyConsumption", func() nvml.Return {
 		used, ret := handle.GetTotalEnergyConsumption()
 		if ret == nvml.SUCCESS {
 			c.EnergyMillijoules = &used
@@ -226,7 +218,7 @@ var fabricStates = map[uint8]device.FabricState{
 // fabric reads the state of the card's NVLink fabric into c, if the card has one. A card in MIG
 // mode has left the fabric, which is no fault, so fabric then sets FabricNotUsed.
 func (p *healthPoller) fabric(handle nvml.Device, c *device.Condition) error {
-	_, err := p.query("fabric state", func() nvml.Return {
+	_, err := p.query("fabric state", "", func() nvml.Return {
 		state, status, ret := nvmlx.FabricInfo(p.lib, handle)
 		known, is := fabricStates[state]
 		if ret != nvml.SUCCESS || !is {
@@ -247,16 +239,10 @@ func (p *healthPoller) fabric(handle nvml.Device, c *device.Condition) error {
 // migMode reads the MIG mode into c. It ignores a failure, because that says nothing about the
 // card's health.
 func (p *healthPoller) migMode(handle nvml.Device, c *device.Condition) error {
-	_, _ = p.query("MIG mode", func() nvml.Return {
-		mode, err := nvmlx.MIGMode(p.lib, handle)
-		switch {
-		case err != nil:
-			return nvml.ERROR_UNKNOWN
-		case mode == nil:
-			return nvml.ERROR_NOT_SUPPORTED
-		}
+	mode, err := nvmlx.MIGMode(p.lib, handle)
+	p.progress()
+	if err == nil && mode != nil {
 		c.MIG = &device.MIGMode{Enabled: mode.Enabled, Pending: mode.Pending}
-		return nvml.SUCCESS
-	})
+	}
 	return nil
 }
