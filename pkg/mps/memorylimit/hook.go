@@ -22,6 +22,7 @@ package memorylimit
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -31,14 +32,21 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
+	"github.com/opencontainers/runtime-spec/specs-go"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/tool"
 )
 
-// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
-const tolerance = 64
+const (
+	// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
+	tolerance = 64
+	// maxState and maxConfig limit how many bytes of the state and of the configuration are read.
+	// Runtimes write far less.
+	maxState  = 1 << 20
+	maxConfig = 64 << 20
+)
 
 // Limit is a container's memory limit on one GPU. Paths are those of the host.
 type Limit struct {
@@ -54,18 +62,52 @@ type Limit struct {
 // it sets the memory limit on the container's control group. It returns an error if nvidia-smi
 // afterwards shows no limit or a higher one.
 func (l Limit) Hook(ctx context.Context, state io.Reader) error {
-	c, err := container.Read(state)
+	c, err := readContainer(state)
 	if err != nil {
 		return err
 	}
 	if err := l.apply(ctx, c, "/proc"); err != nil {
-		return fmt.Errorf("container %.100q: limit memory to %d MiB of %s: %w", c.State.ID, l.Mebibytes, l.GPU, err)
+		return fmt.Errorf("container %.100q: limit memory to %d MiB of %s: %w", c.state.ID, l.Mebibytes, l.GPU, err)
 	}
 	return nil
 }
 
-func (l Limit) apply(ctx context.Context, c container.Container, proc string) error {
-	group, err := l.group(proc, c.State.Pid)
+// container is a container that is being created.
+type container struct {
+	state  specs.State
+	config specs.Spec
+}
+
+// readContainer parses the container's state as the runtime passes it to hooks. Then it reads
+// config.json in the bundle directory that the state names.
+func readContainer(state io.Reader) (container, error) {
+	var c container
+	if err := json.NewDecoder(io.LimitReader(state, maxState)).Decode(&c.state); err != nil {
+		return c, fmt.Errorf("read the container's state from standard input: %w", err)
+	}
+	if err := c.readConfig(); err != nil {
+		return c, fmt.Errorf("container %.100q: %w", c.state.ID, err)
+	}
+	return c, nil
+}
+
+func (c *container) readConfig() error {
+	if !filepath.IsAbs(c.state.Bundle) {
+		return fmt.Errorf("the container's state has no bundle directory (%.100q)", c.state.Bundle)
+	}
+	f, err := os.Open(filepath.Join(c.state.Bundle, "config.json"))
+	if err != nil {
+		return fmt.Errorf("open its configuration: %w", err)
+	}
+	defer func() { _ = f.Close() }()
+	if err := json.NewDecoder(io.LimitReader(f, maxConfig)).Decode(&c.config); err != nil {
+		return fmt.Errorf("read its configuration %s: %w", f.Name(), err)
+	}
+	return nil
+}
+
+func (l Limit) apply(ctx context.Context, c container, proc string) error {
+	group, err := l.group(proc, c.state.Pid)
 	if err != nil {
 		return err
 	}
@@ -97,10 +139,10 @@ func (l Limit) apply(ctx context.Context, c container.Container, proc string) er
 // containerHas returns a function that reports whether the container has the device node with this
 // name. The hook hides all other device nodes from nvidia-smi, because a lost GPU would make
 // nvidia-smi fail. If the container lists no NVIDIA device nodes, the function always returns true.
-func containerHas(c container.Container) func(name string) bool {
+func containerHas(c container) func(name string) bool {
 	var names []string
-	if c.Config.Linux != nil {
-		for _, d := range c.Config.Linux.Devices {
+	if c.config.Linux != nil {
+		for _, d := range c.config.Linux.Devices {
 			if name := filepath.Base(d.Path); strings.HasPrefix(name, "nvidia") {
 				names = append(names, name)
 			}

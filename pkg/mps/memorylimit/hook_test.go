@@ -10,7 +10,6 @@ import (
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/container"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
 
@@ -46,7 +45,7 @@ func (n node) write(path, text string, mode os.FileMode) {
 }
 
 func (n node) apply() error {
-	c := container.Container{State: specs.State{ID: "c1", Pid: 77}}
+	c := container{state: specs.State{ID: "c1", Pid: 77}}
 	return Limit{GPU: gpu, Mebibytes: 18432, DriverRoot: filepath.Join(n.dir, "driver"),
 		Cgroups: "/cg"}.apply(n.Context(), c, filepath.Join(n.dir, "proc"))
 }
@@ -116,7 +115,7 @@ func TestHookErrorNamesContainerAndGPU(t *testing.T) {
 }
 
 func TestOnlyGPUsOfOthersAreHidden(t *testing.T) {
-	keep := containerHas(container.Container{Config: specs.Spec{Linux: &specs.Linux{
+	keep := containerHas(container{config: specs.Spec{Linux: &specs.Linux{
 		Devices: []specs.LinuxDevice{{Path: "/dev/nvidiactl"}, {Path: "/dev/nvidia3"}},
 	}}})
 	for name, want := range map[string]bool{"nvidia3": true, "nvidia0": false, "nvidia30": false} {
@@ -124,7 +123,7 @@ func TestOnlyGPUsOfOthersAreHidden(t *testing.T) {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
-	if keep := containerHas(container.Container{}); !keep("nvidia0") {
+	if keep := containerHas(container{}); !keep("nvidia0") {
 		t.Error("GPUs are hidden from a container without listed devices")
 	}
 }

@@ -1,4 +1,4 @@
-package container
+package memorylimit
 
 import (
 	"os"
@@ -24,7 +24,7 @@ func TestReadErrorNamesUnreadablePart(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			_, err := Read(strings.NewReader(strings.ReplaceAll(c.state, "BUNDLE", bundle)))
+			_, err := readContainer(strings.NewReader(strings.ReplaceAll(c.state, "BUNDLE", bundle)))
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("%v: %q is missing", err, c.want)
 			}
