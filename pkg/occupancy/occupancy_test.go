@@ -72,7 +72,7 @@ func h100s(n int) (all []device.GPU) {
 	for i := range n {
 		all = append(all, device.GPU{
 			PCIAddress: device.PCIAddress(fmt.Sprintf("0000:%02x:00.0", 0x1b+i)), UUID: fmt.Sprintf("GPU-%d", i),
-			ProductName: "NVIDIA H100 80GB HBM3", CUDAComputeCapability: "9.0", MemoryBytes: 80 << 30,
+			ProductName: "NVIDIA H100 80GB HBM3", CUDAComputeCapability: "9.0", MemoryBytes: 81408 << 20,
 			MIG: &device.MIG{Profiles: []device.Profile{
 				{ID: 0, Name: "7g.80gb", Slices: 7, MaxInstances: 1, MemoryBytes: 79 << 30, Size: 8, Starts: []uint32{0}},
 				{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, MemoryBytes: 39 << 30, Size: 4, Starts: []uint32{0, 4}},
@@ -232,8 +232,8 @@ func TestSharesAddUp(t *testing.T) {
 	o := n.read(t)
 	gpu0, gpu1 := n.gpus[0].WholeName(), n.gpus[1].WholeName()
 	if diff := cmp.Diff([]metrics.Share{
-		{Device: gpu0, Resource: "cores", Capacity: 100, Used: 75}, {Device: gpu0, Resource: "memory", Capacity: 79 << 30, Used: 16 << 30},
-		{Device: gpu1, Resource: "cores", Capacity: 100}, {Device: gpu1, Resource: "memory", Capacity: 79 << 30},
+		{Device: gpu0, Resource: "cores", Capacity: 100, Used: 75}, {Device: gpu0, Resource: "memory", Capacity: (81408 - 1280) << 20, Used: 16 << 30},
+		{Device: gpu1, Resource: "cores", Capacity: 100}, {Device: gpu1, Resource: "memory", Capacity: (81408 - 1280) << 20},
 	}, o.Shares); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
 	}

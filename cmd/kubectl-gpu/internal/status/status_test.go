@@ -57,7 +57,7 @@ func TestSharersAreListed(t *testing.T) {
 	got := text(fleetOf(c), "", true)
 	for _, want := range []string{
 		"[bbbbbbbb]", "a  share of GPU with memory 10Gi: team-a/a", "b  share of GPU with memory 10Gi: team-a/b",
-		"free: share of GPU with cores 100, memory 60032Mi\n",
+		"free: share of GPU with cores 100, memory 59776Mi\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("lacks %q:\n%s", want, got)
