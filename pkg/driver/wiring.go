@@ -177,14 +177,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	policy := &nodePolicy{
 		client: parts.Client, node: cfg.NodeName, wake: reconciling.Wake, events: recorder,
 		setPolicies: func(p device.Policies) {
-			publisher.SetNodePolicies(p)
 			node.SetNodePolicies(p)
+			publisher.Rebuild() // reads the node's new policies
 		},
 		chooser: &chooser{file: cfg.SettingsFile, document: cfg.Settings, events: recorder, apply: func(s settings.Settings) {
 			totals.rules.Store(&s.Shares)
 			verdicts.SetRules(s.XIDRules)
-			publisher.SetSettings(s.Policies, s.Shares, s.Effects)
 			node.SetConfigured(s.Policies)
+			publisher.SetSettings(s.Shares, s.Effects) // reads the node's new policies
 			reconciling.Wake()
 		}},
 		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},

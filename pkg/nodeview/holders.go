@@ -74,10 +74,9 @@ func (h Holders) look(ctx context.Context) map[device.PCIAddress]string {
 
 // offeredToMachines returns the GPUs that NVIDIA's driver has and that virtual machines may get.
 func (n *Node) offeredToMachines() (gpus []device.GPU) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
+	policies, _ := n.Policies()
 	for _, g := range n.view.Load().Preparable.Node.GPUs {
-		if n.policy(g.GPU).Passthrough && g.Passthrough != nil && !g.PassthroughOnly() && !g.Passthrough.BoundByAdmin {
+		if policies.For(g.GPU).Passthrough && g.Passthrough != nil && !g.PassthroughOnly() && !g.Passthrough.BoundByAdmin {
 			gpus = append(gpus, g.GPU)
 		}
 	}

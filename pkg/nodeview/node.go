@@ -49,8 +49,8 @@ type Node struct {
 	// shownUntil is when a condition that the slices showed last ended. The inventory's own condition
 	// does not count, because no transient condition is reported at the same time.
 	shownUntil time.Time
-	// configured are the policies from the node's configuration, and annotated those from the Node's
-	// annotations. Until both are known (not nil), no GPU is added for virtual machines.
+	// configured are the policies from the configuration that the Node's labels choose. annotated are
+	// those from the Node's annotations, which take precedence. They are nil until they are known.
 	configured, annotated *device.Policies
 	held                  map[device.PCIAddress]time.Time // see inputs.Held
 

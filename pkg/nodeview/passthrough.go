@@ -33,9 +33,10 @@ func (n *Node) SetNodePolicies(p device.Policies) {
 // VFIO, and on a node without NVIDIA's driver all others. The caller holds n.mu.
 func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventory.Snapshot {
 	found := slices.Clone(lent)
+	policies, _ := n.policies() // until they are known, virtual machines get no GPU
 	driverMissing := s.Code == inventory.CodeDriverMissing && s.Node.Driver.Version == "" && time.Since(s.Since) >= driverGrace
 	for _, g := range s.Node.Passthrough {
-		if n.policy(g).OffersUnlisted(g, driverMissing) {
+		if policies.For(g).OffersUnlisted(g, driverMissing) {
 			found = append(found, g)
 		}
 	}
@@ -50,11 +51,18 @@ func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventor
 	return s
 }
 
-// policy returns the policy of the GPU. Until the policies are known, virtual machines get no GPU.
-// The caller holds n.mu.
-func (n *Node) policy(g device.GPU) device.Policy {
+// Policies returns the policies of the node's GPUs. Until known, they are the zero value, with which
+// the plugin changes no GPU and virtual machines get none.
+func (n *Node) Policies() (_ device.Policies, known bool) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.policies()
+}
+
+// policies is Policies for callers that hold n.mu.
+func (n *Node) policies() (_ device.Policies, known bool) {
 	if n.configured == nil || n.annotated == nil {
-		return device.Policy{}
+		return device.Policies{}, false
 	}
-	return n.configured.And(*n.annotated).For(g)
+	return n.configured.And(*n.annotated), true
 }

@@ -49,7 +49,7 @@ func TestSlicesDoNotWaitForVersion(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		u.publisher.SetNodePolicies(policies)
+		u.node.SetNodePolicies(policies)
 		u.run(t, u.publisher.publish)
 		advance(time.Second)
 		if got := fakeapi.Devices(t, client); len(got) < 2 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -41,17 +42,14 @@ type Ownership interface {
 // the GPU again, under its lock, before it decides that an admin partitioned the GPU.
 type Layouts struct {
 	ownership Ownership
+	// policies returns the GPUs' policies. Until they are known the plugin changes no GPU, because they
+	// may forbid changes.
+	policies func() (_ device.Policies, known bool)
 	// The retainer has no lock, so only the goroutine that calls Decide may use it.
 	retainer *retainer
-
-	mu sync.Mutex
-	// configured are the policies from the configuration that the Node's labels choose. annotated are
-	// the policies from the Node's annotation, which take precedence. They are nil until they are
-	// known. Until then the plugin changes no GPU, because they may forbid changes.
-	configured, annotated *device.Policies
 	// decided maps each GPU's name to how that GPU was last offered, before any change for allocated
 	// devices. The map is replaced and never modified.
-	decided map[string]decision
+	decided atomic.Pointer[map[string]decision]
 }
 
 type decision struct {
@@ -60,47 +58,17 @@ type decision struct {
 	foreign  []device.Instance // MIG instances of an admin, confirmed by a query of the GPU
 }
 
-// NewLayouts returns Layouts that change no GPU until SetConfigured and SetNodePolicies.
-func NewLayouts(ownership Ownership, cluster Cluster) *Layouts {
-	return &Layouts{
-		ownership: ownership, retainer: &retainer{records: ownership, cluster: cluster}, decided: map[string]decision{},
-	}
+// NewLayouts returns Layouts that have decided nothing yet. Until policies are known they must be
+// the zero value, which leaves every GPU as it is.
+func NewLayouts(ownership Ownership, cluster Cluster, policies func() (_ device.Policies, known bool)) *Layouts {
+	l := &Layouts{ownership: ownership, policies: policies, retainer: &retainer{records: ownership, cluster: cluster}}
+	l.decided.Store(&map[string]decision{})
+	return l
 }
 
 // Reset forgets which devices are published. The caller must call it when this plugin instance
 // becomes the leader, because another plugin instance may have published since.
 func (l *Layouts) Reset() { l.retainer.Reset() }
-
-// SetConfigured sets the policies from the plugin's configuration.
-func (l *Layouts) SetConfigured(p device.Policies) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.configured = &p
-}
-
-// SetNodePolicies sets the policies from the Node's annotation.
-func (l *Layouts) SetNodePolicies(p device.Policies) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.annotated = &p
-}
-
-// policies returns a function that returns the policy of a GPU. Until the policies are known, that
-// is the policy static for all GPUs.
-func (l *Layouts) policies() func(device.GPU) device.Policy {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	p, _ := l.known()
-	return p.For
-}
-
-// known returns the policies, if they are known. The caller holds l.mu.
-func (l *Layouts) known() (_ device.Policies, ok bool) {
-	if l.configured == nil || l.annotated == nil {
-		return device.Policies{}, false
-	}
-	return l.configured.And(*l.annotated), true
-}
 
 // Decide returns how each GPU of the snapshot is offered. counters is true if the cluster supports
 // shared counters. settled is false if the caller must call Decide again soon. After an error the
@@ -123,13 +91,14 @@ func (l *Layouts) decideByPolicy(
 ) (offerings []device.Offering, settled bool) {
 	decisions := make([]decision, len(s.Node.GPUs))
 	errs := make([]error, len(s.Node.GPUs))
-	policy, before := l.policies(), l.lastDecisions()
+	policies, _ := l.policies()
+	before := *l.decided.Load()
 	var wg sync.WaitGroup
 	for i, g := range s.Node.GPUs {
 		// Each GPU has a goroutine, so that a GPU that does not answer does not delay the queries of the
 		// others.
 		wg.Go(func() {
-			decisions[i], errs[i] = l.decideGPU(ctx, g.GPU, policy(g.GPU), counters, before[g.WholeName()])
+			decisions[i], errs[i] = l.decideGPU(ctx, g.GPU, policies.For(g.GPU), counters, before[g.WholeName()])
 		})
 	}
 	wg.Wait()
@@ -148,9 +117,7 @@ func (l *Layouts) decideByPolicy(
 		decided[name] = d
 		offerings = append(offerings, d.offering)
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.decided = decided
+	l.decided.Store(&decided)
 	return offerings, settled
 }
 
@@ -198,17 +165,11 @@ func (l *Layouts) splitInstances(
 	return g, subtract(instances, foreign), foreign, nil
 }
 
-func (l *Layouts) lastDecisions() map[string]decision {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.decided
-}
-
 // Limited returns why GPUs are not offered as their policies want. The keys are the names of these
 // GPUs.
 func (l *Layouts) Limited() map[string]string {
 	limited := map[string]string{}
-	for name, d := range l.lastDecisions() {
+	for name, d := range *l.decided.Load() {
 		if d.reason != "" {
 			limited[name] = d.reason
 		}
@@ -233,14 +194,12 @@ func (l *Layouts) MIGModeUnneeded() []device.GPU {
 // gpusWhere returns the GPUs for which the function is returns true, called with the last decision
 // and with the policy that takes effect. It returns no GPU before the policies are known.
 func (l *Layouts) gpusWhere(is func(decision, device.Policy) bool) []device.GPU {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	policies, known := l.known()
+	policies, known := l.policies()
 	if !known {
 		return nil
 	}
 	var gpus []device.GPU
-	for _, d := range l.decided {
+	for _, d := range *l.decided.Load() {
 		g := d.offering.GPU
 		if policy, _ := policies.For(g).On(g); is(d, policy) {
 			gpus = append(gpus, g)
@@ -254,7 +213,7 @@ func (l *Layouts) gpusWhere(is func(decision, device.Policy) bool) []device.GPU 
 // their policy wants.
 func (l *Layouts) Count() (owned, foreign, gpus map[string]int) {
 	owned, foreign, gpus = map[string]int{}, map[string]int{}, map[string]int{}
-	for _, d := range l.lastDecisions() {
+	for _, d := range *l.decided.Load() {
 		m := d.offering.MIG
 		if m == nil {
 			continue

@@ -10,8 +10,10 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
 )
 
 // fakeRecords acts as the checkpoint records of claims and as the GPU. ours has the IDs of the MIG
@@ -63,11 +65,13 @@ func halvesWith(instances ...device.Instance) inventory.Snapshot {
 // policies.
 func newAnnotatedLayouts(r *fakeRecords, rules string) *Layouts {
 	configured, _ := settings.ParseMIG("dynamic")
-	l := NewLayouts(r, &fakeCluster{})
-	l.SetConfigured(configured)
-	policies, _ := settings.ParseMIG(rules)
-	l.SetNodePolicies(policies)
-	return l
+	annotated, _ := settings.ParseMIG(rules)
+	return NewLayouts(r, &fakeCluster{}, func() (device.Policies, bool) { return configured.And(annotated), true })
+}
+
+// policyNode returns a node whose policies the test sets.
+func policyNode() *nodeview.Node {
+	return nodeview.New(inventorytest.New(inventory.Snapshot{}), &fakeHealth{changed: make(chan struct{})}, noReferenceDriver{})
 }
 
 func instance(id, start uint32) device.Instance {
@@ -167,15 +171,16 @@ func TestNoPartitionsBeforePoliciesAreKnown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	configure := func(l *Layouts) { l.SetConfigured(adopt) }
-	annotate := func(l *Layouts) { l.SetNodePolicies(device.Policies{}) }
-	for name, order := range map[string][]func(*Layouts){
+	configure := func(n *nodeview.Node) { n.SetConfigured(adopt) }
+	annotate := func(n *nodeview.Node) { n.SetNodePolicies(device.Policies{}) }
+	for name, order := range map[string][]func(*nodeview.Node){
 		"the annotation comes last":    {configure, annotate},
 		"the configuration comes last": {annotate, configure},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := NewLayouts(&fakeRecords{onCard: []device.Instance{instance(1, 0)}}, &fakeCluster{})
-			order[0](l)
+			n := policyNode()
+			l := NewLayouts(&fakeRecords{onCard: []device.Instance{instance(1, 0)}}, &fakeCluster{}, n.Policies)
+			order[0](n)
 			got, _ := publishOnce(t, l, halvesWith(instance(1, 0)))
 			if !slices.Equal(got, []string{gpuName + "-mig-9-0"}) || len(l.HandedOver()) != 0 || len(l.MIGModeUnneeded()) != 0 {
 				t.Error(got, l.HandedOver(), l.MIGModeUnneeded())
@@ -183,7 +188,7 @@ func TestNoPartitionsBeforePoliciesAreKnown(t *testing.T) {
 			if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
 				t.Error(got)
 			}
-			order[1](l)
+			order[1](n)
 			if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes) {
 				t.Error(got)
 			}
@@ -197,9 +202,10 @@ func TestNodePoliciesOverrideConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := &fakeRecords{onCard: []device.Instance{instance(1, 0)}}
-	l := NewLayouts(r, &fakeCluster{})
-	l.SetConfigured(configured)
-	l.SetNodePolicies(device.Policies{})
+	n := policyNode()
+	l := NewLayouts(r, &fakeCluster{}, n.Policies)
+	n.SetConfigured(configured)
+	n.SetNodePolicies(device.Policies{})
 	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes[:1]) {
 		t.Error(got)
 	}
@@ -207,7 +213,7 @@ func TestNodePoliciesOverrideConfiguration(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.SetNodePolicies(adopt)
+	n.SetNodePolicies(adopt)
 	if got, _ := publishOnce(t, l, halvesWith()); !slices.Equal(got, allShapes) {
 		t.Error(got)
 	}

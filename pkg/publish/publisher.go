@@ -32,16 +32,11 @@ type Options struct {
 	// passed.
 	RequireValidation bool
 
-	Node    Node
+	Node    *nodeview.Node
 	Health  Health
 	Claims  Ownership
 	Events  Events
 	Metrics *metrics.Metrics
-}
-
-// Node says what the node offers now.
-type Node interface {
-	View() *nodeview.View
 }
 
 // Health has the health verdicts on the node's devices.
@@ -83,7 +78,7 @@ func New(o Options) *Publisher {
 	p := &Publisher{
 		opts: o, cluster: cluster, rebuild: wake.New(),
 		builder: &builder{
-			layouts:       NewLayouts(o.Claims, cluster),
+			layouts:       NewLayouts(o.Claims, cluster, o.Node.Policies),
 			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
 		},
 	}
@@ -99,20 +94,16 @@ func (p *Publisher) ClaimEnded() {
 	}
 }
 
-// SetSettings sets the configured MIG policies, share rules and taint effects. Devices that claims
-// hold stay published as they are.
-func (p *Publisher) SetSettings(policies device.Policies, shares device.ShareRules, effects health.Effects) {
-	p.builder.layouts.SetConfigured(policies)
+// SetSettings sets the configured share rules and taint effects. Devices that claims hold stay
+// published as they are.
+func (p *Publisher) SetSettings(shares device.ShareRules, effects health.Effects) {
 	p.builder.shares.Store(&shares)
 	p.effects.Store(&effects)
-	p.rebuild.Wake()
+	p.Rebuild()
 }
 
-// SetNodePolicies sets the MIG policies from the Node's annotation.
-func (p *Publisher) SetNodePolicies(policies device.Policies) {
-	p.builder.layouts.SetNodePolicies(policies)
-	p.rebuild.Wake()
-}
+// Rebuild makes the publisher build the slices again, because the node's policies have changed.
+func (p *Publisher) Rebuild() { p.rebuild.Wake() }
 
 // HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt.
 func (p *Publisher) HandedOver() []device.GPU { return p.builder.layouts.HandedOver() }

@@ -94,6 +94,7 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 	}
 	u.client, _ = client.(*fake.Clientset)
 	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{})
+	u.node.SetConfigured(device.Policies{})
 	effects, errs := health.NewEffects(nil, nil)
 	if errs != nil {
 		t.Fatal(errs)
@@ -103,7 +104,6 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 		Node: u.node, Health: u.health, Effects: effects, Claims: u.records,
 		Events: noEvents{}, Metrics: metrics.New("test"),
 	})
-	u.publisher.SetSettings(device.Policies{}, device.ShareRules{}, effects)
 	return u
 }
 

@@ -87,8 +87,9 @@ const (
 type node struct {
 	*fakeCluster
 	*fakeRecords
-	layouts *Layouts
-	gpus    inventory.Snapshot
+	layouts  *Layouts
+	policies device.Policies
+	gpus     inventory.Snapshot
 }
 
 func newNode(t *testing.T, policy string) *node {
@@ -110,8 +111,7 @@ func newNode(t *testing.T, policy string) *node {
 // policy.
 func (n *node) restartPlugin(t *testing.T, policy string) {
 	t.Helper()
-	n.layouts = NewLayouts(n.fakeRecords, n.fakeCluster)
-	n.layouts.SetConfigured(device.Policies{})
+	n.layouts = NewLayouts(n.fakeRecords, n.fakeCluster, func() (device.Policies, bool) { return n.policies, true })
 	n.setPolicy(t, policy)
 }
 
@@ -121,7 +121,7 @@ func (n *node) setPolicy(t *testing.T, policy string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.layouts.SetNodePolicies(p)
+	n.policies = p
 }
 
 // publish calls Decide once and writes the result to the fake cluster. The test fails if an

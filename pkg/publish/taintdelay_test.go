@@ -49,7 +49,7 @@ func TestTaintIsNotDelayedByLockedGPU(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				u.publisher.SetNodePolicies(policies)
+				u.node.SetNodePolicies(policies)
 				u.run(t, u.publisher.publish)
 				advance(2 * time.Minute)
 				var tainted time.Time

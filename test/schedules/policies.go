@@ -145,7 +145,6 @@ func (s *policyRun) step() {
 		s.onTenant(s.unprepareTenant)
 	case n < 68:
 		s.annotate(pick(s.dice, policyRules), pick(s.dice, machineRules))
-		s.follow()
 	case n < 74:
 		s.configured, s.configuredMachines = pick(s.dice, policyRules), pick(s.dice, machineRules)
 		s.note("the configuration says %q", s.configured)
@@ -186,20 +185,17 @@ func (s *policyRun) restart() {
 	if err := s.plugin.Recover(s.plugin.ctx); err != nil {
 		s.violates("the plugin does not recover: %v", err)
 	}
-	s.layouts = publish.NewLayouts(s.plugin, s)
-	s.layouts.SetConfigured(s.policies(s.configured, s.configuredMachines))
+	s.layouts = publish.NewLayouts(s.plugin, s, func() (device.Policies, bool) {
+		return s.policies(s.configured, s.configuredMachines).And(s.policies(s.annotated, s.annotatedMachines)), true
+	})
 	s.layouts.Reset()
-	s.follow()
 }
 
 // annotate changes the Node's annotations.
 func (s *policyRun) annotate(rules string, machines device.PassthroughSettings) {
 	s.annotated, s.annotatedMachines = rules, machines
 	s.note("the Node's annotations say %q, and for virtual machines %+v", rules, machines)
-	s.follow()
 }
-
-func (s *policyRun) follow() { s.layouts.SetNodePolicies(s.policies(s.annotated, s.annotatedMachines)) }
 
 func (s *policyRun) policies(rules string, machines device.PassthroughSettings) device.Policies {
 	p, err := settings.ParseMIG(rules)
