@@ -28,7 +28,7 @@ type Finding struct {
 	Count uint64    `json:"count"`
 }
 
-func (f *Finding) key() string { return f.Code + f.Part.suffix() }
+func (f Finding) key() string { return f.Code + f.Part.suffix() }
 
 // Message returns one line for people, with the reason and the action.
 func (f Finding) Message() string { return f.Reason + ": " + f.Action }
@@ -36,8 +36,8 @@ func (f Finding) Message() string { return f.Reason + ": " + f.Action }
 // Verdict is the health of one device, with the findings that explain it.
 type Verdict struct {
 	State State
-	// Causes lists the findings that explain the verdict, the gravest first. For each state it has at
-	// most one finding that is an XID and one that is not, each the oldest of its kind.
+	// Causes lists the findings that affect the device, the gravest first, and of the same state the
+	// oldest first.
 	Causes []Finding
 }
 

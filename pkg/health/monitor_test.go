@@ -362,7 +362,7 @@ func TestVerdictKeepsMilderCauses(t *testing.T) {
 	}
 }
 
-func TestStateHasAnXIDCauseAndAnotherCause(t *testing.T) {
+func TestCausesAreAllFindingsTheOldestFirst(t *testing.T) {
 	w := newTestMonitor(t, nil)
 	w.sendXID(95)
 	w.advance(time.Second)
@@ -370,8 +370,8 @@ func TestStateHasAnXIDCauseAndAnotherCause(t *testing.T) {
 	w.advance(time.Second)
 	w.answerRecovery(device.RecoveryReset)
 	v := w.verdict(gpuName)
-	if len(v.Causes) != 2 || v.Causes[0].XID != 95 || v.Causes[1].XID != 0 || v.Causes[1].Code != "recovery-gpu-reset" ||
-		v.Causes[1].State != Unhealthy {
+	if len(v.Causes) != 3 || v.Causes[0].XID != 95 || v.Causes[1].XID != 48 || v.Causes[2].XID != 0 ||
+		v.Causes[2].Code != "recovery-gpu-reset" || v.Causes[2].State != Unhealthy {
 		t.Errorf("%+v", v.Causes)
 	}
 }

@@ -145,8 +145,7 @@ func TestRandomFaultsAreNeverHidden(t *testing.T) {
 				if !is || since.Equal(start) {
 					continue
 				}
-				// Of all findings with the state Unhealthy, a verdict lists at most two, and the older one
-				// comes first.
+				// Of all findings with the state Unhealthy, the oldest comes first.
 				unhealthy := slices.IndexFunc(v.Causes, func(f Finding) bool { return f.State == Unhealthy })
 				if unhealthy >= 0 && v.Causes[unhealthy].Since.After(since) {
 					t.Fatalf("seed %d: %s is broken since %s, but its cause says %s, after %q", seed, n, since, v.Causes[unhealthy].Since, trace)

@@ -1,6 +1,7 @@
 package health
 
 import (
+	"cmp"
 	"slices"
 	"strings"
 	"time"
@@ -40,11 +41,12 @@ func (v *View) Of(g device.GPU, name device.Name) Verdict {
 		return Verdict{}
 	}
 	var verdict Verdict
-	for _, s := range slices.Backward(States()[1:]) {
-		for _, f := range c.longestStanding(s, g, name) {
+	for _, f := range c.Findings {
+		if f.State > Healthy && f.Part.affects(name, g) {
 			verdict.Causes = append(verdict.Causes, *f)
 		}
 	}
+	slices.SortFunc(verdict.Causes, byGravity)
 	if len(verdict.Causes) > 0 {
 		verdict.State = verdict.Causes[0].State
 	}
@@ -82,36 +84,10 @@ func (v *View) Known(address device.PCIAddress) (device.GPU, bool) {
 	return *v.cards[address].GPU, true
 }
 
-// longestStanding returns at most two findings of state s that affect the device n: the oldest XID
-// and the oldest finding that is no XID. The older of the two comes first.
-func (c card) longestStanding(s State, g device.GPU, n device.Name) []*Finding {
-	var xid, other *Finding
-	for _, f := range c.Findings {
-		if f.State != s || !f.Part.affects(n, g) {
-			continue
-		}
-		longest := &other
-		if f.XID != 0 {
-			longest = &xid
-		}
-		if *longest == nil || f.startedBefore(*longest) {
-			*longest = f
-		}
-	}
-	found := slices.DeleteFunc([]*Finding{xid, other}, func(f *Finding) bool { return f == nil })
-	if len(found) == 2 && other.startedBefore(xid) {
-		slices.Reverse(found)
-	}
-	return found
-}
-
-// startedBefore reports whether the finding f is older than o. Between findings of the same age
-// their keys decide, so that the order is always the same.
-func (f *Finding) startedBefore(o *Finding) bool {
-	if !f.Since.Equal(o.Since) {
-		return f.Since.Before(o.Since)
-	}
-	return f.First.Before(o.First) || f.First.Equal(o.First) && f.key() < o.key()
+// byGravity sorts findings by state, the gravest first, and those of the same state by age, the
+// oldest first. The keys decide about findings of the same age, so that the order is always the same.
+func byGravity(a, b Finding) int {
+	return cmp.Or(cmp.Compare(b.State, a.State), a.Since.Compare(b.Since), a.First.Compare(b.First), cmp.Compare(a.key(), b.key()))
 }
 
 // Findings returns all findings of the card at the address, including those that do not affect
