@@ -34,10 +34,10 @@ type offer struct {
 type builder struct {
 	layouts *Layouts
 	shares  atomic.Pointer[device.ShareRules]
-	// slowScheduler gets whether the slices have counters.
-	slowScheduler *slowScheduler
-	events        Events
-	metrics       *metrics.Metrics
+	// server is the API server's last known version. It is nil until then.
+	server  atomic.Pointer[string]
+	events  Events
+	metrics *metrics.Metrics
 
 	// delayed is true while a GPU cannot be offered as configured, because prepared or allocated
 	// claims still need its present shape.
@@ -69,7 +69,7 @@ func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (
 	settled = b.reportShares(offerings, shapes, f) && settled
 	b.delayed.Store(!settled)
 	slices := build(shapes)
-	b.slowScheduler.setSlices(slices)
+	b.reportSlowScheduler(slices)
 	b.metrics.MIG(b.countMIG(shapes))
 	limits := describeLimits(b.layouts.Limited())
 	b.events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their policies ask: "+limits)

@@ -61,7 +61,8 @@ type Publisher struct {
 	opts    Options
 	cluster Cluster
 	builder *builder
-	// rebuild says that the slices must be built again, because a policy has changed or a claim ended.
+	// rebuild says that the slices must be built again, because a policy or the API server's version
+	// has changed, or a claim ended.
 	rebuild wake.Signal
 	// slices has the slices to publish now, with their taints. It is nil while this instance does not
 	// publish. The slices are never modified.
@@ -78,8 +79,7 @@ func New(o Options) *Publisher {
 	p := &Publisher{
 		opts: o, cluster: cluster, rebuild: wake.New(),
 		builder: &builder{
-			layouts:       NewLayouts(o.Claims, cluster, o.Node.Policies),
-			slowScheduler: &slowScheduler{events: o.Events, metrics: o.Metrics}, events: o.Events, metrics: o.Metrics,
+			layouts: NewLayouts(o.Claims, cluster, o.Node.Policies), events: o.Events, metrics: o.Metrics,
 		},
 	}
 	p.builder.shares.Store(&o.Shares)

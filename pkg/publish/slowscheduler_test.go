@@ -7,6 +7,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -32,11 +33,12 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 		t.Run(c.server, func(t *testing.T) {
 			recorder := record.NewFakeRecorder(10)
 			m := metrics.New("test")
-			s := &slowScheduler{events: events.NewFor(recorder, "node"), metrics: m}
+			b := &builder{events: events.NewFor(recorder, "node"), metrics: m}
 			slow := func() bool { return gauge(t, m, "gpu_dra_slow_scheduler") > 0 }
 			for range 2 {
-				s.setSlices(c.published)
-				s.setVersion(c.server)
+				b.reportSlowScheduler(c.published) // before the version is known
+				b.server.Store(&c.server)
+				b.reportSlowScheduler(c.published)
 			}
 			if is := slow(); is != c.slow || (len(recorder.Events) == 1) != c.slow || len(recorder.Events) > 1 {
 				t.Errorf("slow %v, %d warnings", is, len(recorder.Events))
@@ -47,12 +49,13 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 					t.Error(message)
 				}
 			}
-			s.setVersion("v1.37.0")
+			b.server.Store(ptr.To("v1.37.0"))
+			b.reportSlowScheduler(c.published)
 			if slow() {
 				t.Error("slow after an upgrade")
 			}
-			s.setVersion(c.server)
-			s.setSlices(whole)
+			b.server.Store(&c.server)
+			b.reportSlowScheduler(whole)
 			if slow() {
 				t.Error("slow without counters")
 			}
