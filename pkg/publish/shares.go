@@ -30,31 +30,28 @@ func (b *builder) withShares(offerings []device.Offering, v device.Driver, f Fea
 func (b *builder) reportShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
 	_, notShared := b.shareRules(f)
 	noFractions := describeLimits(device.FractionRefusals(offerings))
-	ending := strings.Join(endingShares(shapes), ", ")
-	b.metrics.Shares(countShares(shapes))
-	b.offersFractions.Store(slices.ContainsFunc(shapes, isFractional))
+	byType, fractions := map[string]int{}, false
+	var withdrawn []string
+	for _, s := range shapes {
+		shared, is := s.(device.Shared)
+		if !is {
+			continue
+		}
+		name, _ := device.ParseName(s.Name())
+		byType[name.Type()]++
+		fractions = fractions || shared.InFractions()
+		if shared.Withdrawn() { // published only as long as claims have shares of it
+			withdrawn = append(withdrawn, s.Name())
+		}
+	}
+	ending := strings.Join(withdrawn, ", ")
+	b.metrics.Shares(byType)
+	b.offersFractions.Store(fractions)
 	b.events.EventOnChange(events.SharesNotOffered, notShared, "Not offering shares: "+notShared)
 	b.events.EventOnChange(events.FractionsNotOffered, noFractions, "Not offering fractions: "+noFractions)
 	b.events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
 		ending+". The new configuration applies when the last of these claims ends")
 	return ending == ""
-}
-
-func isFractional(s device.Shape) bool {
-	shared, is := s.(device.Shared)
-	return is && shared.InFractions()
-}
-
-// endingShares returns the names of shared devices that the configuration no longer has, but that
-// are published as long as claims have shares of them.
-func endingShares(shapes []device.Shape) []string {
-	var names []string
-	for _, s := range shapes {
-		if shared, is := s.(device.Shared); is && shared.Withdrawn() {
-			names = append(names, s.Name())
-		}
-	}
-	return names
 }
 
 // shareRules returns the configured share rules. If the cluster does not support them, it returns
@@ -68,15 +65,4 @@ func (b *builder) shareRules(f Features) (_ device.ShareRules, notShared string)
 		return device.ShareRules{}, why
 	}
 	return shares, ""
-}
-
-// countShares returns the number of shared devices by their attribute "type".
-func countShares(shapes []device.Shape) map[string]int {
-	byType := map[string]int{}
-	for _, s := range shapes {
-		if name, ok := device.ParseName(s.Name()); ok && name.Share {
-			byType[name.Type()]++
-		}
-	}
-	return byType
 }
