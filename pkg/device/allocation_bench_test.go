@@ -59,7 +59,7 @@ func BenchmarkAllocation(b *testing.B) {
 		{"every/gpu/3gpu+10x1g", "every", slices.Concat(repeat(gpu, 3), repeat(mig, 10)), gpu},
 	} {
 		b.Run(c.name, func(b *testing.B) {
-			node := scheduler.New(driverName, Slices(layouts[c.layout], Driver{Version: "580.65.06", CUDAVersion: "13.0"}), chartClasses())
+			node := scheduler.New(driverName, Slices(layouts[c.layout], Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false), chartClasses())
 			taken := scheduler.NewTaken()
 			for _, r := range c.taken {
 				if len(allocateOne(b, node, taken, r)) == 0 {

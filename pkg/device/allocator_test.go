@@ -38,7 +38,7 @@ func newMachine(t *testing.T, gpus []GPU, d Driver) machine {
 // offered returns a machine that publishes these offerings.
 func offered(t *testing.T, offerings []Offering, d Driver) machine {
 	t.Helper()
-	return machine{t, offerings, scheduler.New(driverName, Slices(Offer(offerings), d), chartClasses())}
+	return machine{t, offerings, scheduler.New(driverName, Slices(Offer(offerings), d, false), chartClasses())}
 }
 
 // dynamic returns offerings of the GPUs under the policy dynamic: whole and in every partition.

@@ -18,7 +18,7 @@ func BenchmarkSlices(b *testing.B) {
 			gpus := migCapable(models[h100Key], n)
 			b.ReportAllocs()
 			for b.Loop() {
-				if s := Slices(Offer(dynamic(gpus...)), benchDriver, PartitionTypes); len(s) == 0 {
+				if s := Slices(Offer(dynamic(gpus...)), benchDriver, true); len(s) == 0 {
 					b.Fatal("no slices")
 				}
 			}
@@ -29,7 +29,7 @@ func BenchmarkSlices(b *testing.B) {
 // BenchmarkAllocate measures how long the scheduler's allocator takes to allocate one device of an
 // idle node that offers eight GPUs whole and in every partition.
 func BenchmarkAllocate(b *testing.B) {
-	node := scheduler.New(driverName, Slices(Offer(dynamic(migCapable(readModels(b)[h100Key], 8)...)), benchDriver), chartClasses())
+	node := scheduler.New(driverName, Slices(Offer(dynamic(migCapable(readModels(b)[h100Key], 8)...)), benchDriver, false), chartClasses())
 	for name, request := range map[string]resourceapi.DeviceRequest{
 		"whole": count(1), "1g.10gb": partitions(1, `device.attributes["gpu.nvidia.com"].profile == "1g.10gb"`),
 	} {

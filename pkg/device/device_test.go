@@ -125,7 +125,7 @@ func TestGPUOrderDoesNotChangeSlices(t *testing.T) {
 	gpus := manyGPUs(130)
 	before := fmt.Sprint(gpus)
 	publish := func() string {
-		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}))
+		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -144,7 +144,7 @@ func TestGPUOrderDoesNotChangeSlices(t *testing.T) {
 }
 
 func TestNoGPUsPublishNoSlices(t *testing.T) {
-	if slices := Slices(Offer(nil), Driver{}); len(slices) != 0 {
+	if slices := Slices(Offer(nil), Driver{}, false); len(slices) != 0 {
 		t.Error(slices)
 	}
 }

@@ -271,7 +271,7 @@ func (f *fleet) gone(n Name) bool {
 func (f *fleet) publish() (free []string, devices map[string]resourceapi.Device, l ledger) {
 	f.t.Helper()
 	offerings := f.offerings()
-	m := machine{f.t, offerings, scheduler.New(driverName, Slices(Offer(offerings), Driver{Version: "580.65.06"}), nil)}
+	m := machine{f.t, offerings, scheduler.New(driverName, Slices(Offer(offerings), Driver{Version: "580.65.06"}, false), nil)}
 	checkAPILimits(f.t, m)
 	l, devices = newLedger(m.Scheduler), map[string]resourceapi.Device{}
 	for _, s := range m.Slices {

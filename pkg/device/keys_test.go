@@ -61,7 +61,7 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 	}
 	versions := []Driver{{Version: m.TypicalDriverVersion.Value, CUDAVersion: m.TypicalCUDAVersion.Value}, {Version: "vgpu-x"}}
 	withoutDriver := GPU{PCIAddress: full.PCIAddress, Passthrough: full.Passthrough}
-	for _, slice := range Slices(Offer([]Offering{{GPU: withoutDriver, Layout: Layout{VFIO: true}}}), Driver{}) {
+	for _, slice := range Slices(Offer([]Offering{{GPU: withoutDriver, Layout: Layout{VFIO: true}}}), Driver{}, false) {
 		visit(slice.Devices[0])
 	}
 	for i, g := range []GPU{full, bare} {
@@ -70,7 +70,7 @@ func everyDevice(t *testing.T, m *model.GPU, visit func(resourceapi.Device)) {
 		} {
 			for _, o := range layoutsOf(g) {
 				o.Shares = shareRules(t, rules)
-				for _, slice := range Slices(Offer([]Offering{o}), versions[i], PartitionTypes) {
+				for _, slice := range Slices(Offer([]Offering{o}), versions[i], true) {
 					for _, d := range slice.Devices {
 						visit(d)
 					}

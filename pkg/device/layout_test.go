@@ -150,7 +150,7 @@ func TestDecideAndOffer(t *testing.T) {
 				}
 			}
 			counted := false
-			for _, s := range Slices(shapes, Driver{}) {
+			for _, s := range Slices(shapes, Driver{}, false) {
 				counted = counted || len(s.SharedCounters) > 0
 			}
 			if overlap := layout.Placements; counted != overlap {
@@ -225,7 +225,7 @@ func TestGPUWithoutMIGIsWholeUnderEveryPolicy(t *testing.T) {
 // cluster may drop fields that it does not know.
 func TestWholeMIGCapableGPUIsPublishedLikeOneWithoutMIG(t *testing.T) {
 	publish := func(o Offering) string {
-		data, err := json.Marshal(Slices(Offer([]Offering{o}), Driver{Version: "580.65.06"}, PartitionTypes))
+		data, err := json.Marshal(Slices(Offer([]Offering{o}), Driver{Version: "580.65.06"}, true))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -120,7 +120,7 @@ func TestOrderAndCountersOfVFIODevices(t *testing.T) {
 	if diff := cmp.Diff([]string{wholeName, other, vfioName, other + "-vfio", wholeName + "-share"}, names); diff != "" {
 		t.Error(diff)
 	}
-	devices := Slices(shapes, Driver{})[1].Devices
+	devices := Slices(shapes, Driver{}, false)[1].Devices
 	if diff := cmp.Diff(devices[0].ConsumesCounters, devices[2].ConsumesCounters); diff != "" {
 		t.Errorf("the device for virtual machines takes other counters than the whole GPU: %s", diff)
 	}

@@ -178,7 +178,7 @@ func TestUnsharedDevicesIgnoreShareRules(t *testing.T) {
 		gpus[i].PCIAddress = PCIAddress(fmt.Sprintf("0000:%02x:00.0", i))
 	}
 	publish := func(o []Offering) string {
-		data, err := json.Marshal(Slices(Offer(o), Driver{Version: "580.65.06"}, PartitionTypes))
+		data, err := json.Marshal(Slices(Offer(o), Driver{Version: "580.65.06"}, true))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -310,7 +310,7 @@ func longName() GPU {
 func TestSharesHaveOwnPartitionTypes(t *testing.T) {
 	kinds := map[bool]sets.Set[string]{true: sets.New[string](), false: sets.New[string]()}
 	offerings := sharing(t, "[{kind: fractions}, {profile: '*', kind: shares, count: 2}]", node(t, h100Key, l40sKey)...)
-	for _, s := range Slices(Offer(offerings), Driver{}, PartitionTypes) {
+	for _, s := range Slices(Offer(offerings), Driver{}, true) {
 		for _, d := range s.Devices {
 			kinds[ptr.Deref(d.AllowMultipleAllocations, false)].Insert(*d.Attributes["partitionType"].StringValue)
 		}

@@ -13,26 +13,23 @@ import (
 // whole pool incomplete for a moment. So this limit applies to every slice from the start.
 const MaxDevicesPerSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
 
-// SliceOption names fields of slices that not every cluster supports.
-type SliceOption string
-
-// PartitionTypes adds to each device an attribute of this name that is equal for devices of equal
-// cost, and names that attribute in the slice. With it, ResourcePoolStatusRequest can count what is
-// left of each type. The cluster must have the feature gate DRAPartitionableDevicesType.
-const PartitionTypes SliceOption = "partitionType"
+// PartitionTypes is the name of an attribute that is equal for devices of equal cost. The slice
+// names that attribute, so that ResourcePoolStatusRequest can count what is left of each type. The
+// cluster must have the feature gate DRAPartitionableDevicesType.
+const PartitionTypes = "partitionType"
 
 // Slices splits the devices of one pool into ResourceSlices and keeps the order of shapes. Slices
 // with counter sets come first, because a slice cannot have both counter sets and devices. Each
-// counter set has the device name of its whole GPU.
-func Slices(shapes []Shape, d Driver, options ...SliceOption) []resourceslice.Slice {
-	types := slices.Contains(options, PartitionTypes)
+// counter set has the device name of its whole GPU. partitionTypes adds the attribute
+// [PartitionTypes] to each device that consumes counters.
+func Slices(shapes []Shape, d Driver, partitionTypes bool) []resourceslice.Slice {
 	all := counterSets(shapes)
 	for some := range slices.Chunk(shapes, MaxDevicesPerSlice) {
 		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, len(some))}
 		for i, s := range some {
 			device := s.Device(d)
-			if types && len(device.ConsumesCounters) > 0 {
-				device.Attributes[resourceapi.QualifiedName(PartitionTypes)] = text(s.partitionType())
+			if partitionTypes && len(device.ConsumesCounters) > 0 {
+				device.Attributes[PartitionTypes] = text(s.partitionType())
 				slice.PartitionTypeAttribute = ptr.To(resourceapi.FullyQualifiedName(DriverName + "/" + PartitionTypes))
 			}
 			slice.Devices[i] = device

@@ -123,7 +123,7 @@ func TestGPUOrderDoesNotChangePartitionSlices(t *testing.T) {
 	models := readModels(t)
 	gpus := append(migCapable(models["h100-sxm5-80gb"], 9), manyGPUs(40)[32:]...)
 	publish := func() string {
-		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}, PartitionTypes))
+		data, err := json.Marshal(Slices(Offer(dynamic(gpus...)), Driver{Version: "580.65.06", CUDAVersion: "13.0"}, true))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -150,7 +150,7 @@ func TestInstancesOfClaimsDoNotChangeSlices(t *testing.T) {
 		g := small()
 		g.MIG.Enabled, g.MIG.Instances = len(instances) > 0, instances
 		layout, _ := Decide(g, instances, Policy{Mode: PolicyDynamic}, true)
-		data, err := json.Marshal(Slices(Offer([]Offering{{GPU: g, Layout: layout}}), Driver{Version: "580.65.06"}))
+		data, err := json.Marshal(Slices(Offer([]Offering{{GPU: g, Layout: layout}}), Driver{Version: "580.65.06"}, false))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -175,7 +175,7 @@ func TestPartitionTypes(t *testing.T) {
 		gpus = append(gpus, g)
 	}
 	costs := map[string]sets.Set[string]{}
-	for _, s := range Slices(Offer(dynamic(gpus...)), Driver{}, PartitionTypes) {
+	for _, s := range Slices(Offer(dynamic(gpus...)), Driver{}, true) {
 		if named := s.PartitionTypeAttribute != nil; named != (len(s.Devices) > 0) || named &&
 			*s.PartitionTypeAttribute != "gpu.nvidia.com/partitionType" {
 			t.Errorf("a slice of %d devices names %v", len(s.Devices), ptr.Deref(s.PartitionTypeAttribute, "nothing"))

@@ -25,7 +25,7 @@ func TestDefaultPolicyPublishesNoCounters(t *testing.T) {
 				offerings = append(offerings, Offering{GPU: g, Layout: layout})
 			}
 			devices := 0
-			for _, s := range Slices(Offer(offerings), Driver{Version: "580.65.06"}, PartitionTypes) {
+			for _, s := range Slices(Offer(offerings), Driver{Version: "580.65.06"}, true) {
 				devices += len(s.Devices)
 				if len(s.SharedCounters) > 0 {
 					t.Errorf("counter sets are published: %v", s.SharedCounters)

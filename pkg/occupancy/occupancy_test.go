@@ -56,7 +56,7 @@ func (n *node) Slices() ([]resourceslice.Slice, bool) {
 			GPU: g, Layout: device.Layout{Whole: true, VFIO: g.Passthrough != nil, Placements: true, Instances: g.MIG.Instances}, Shares: rules,
 		})
 	}
-	all := device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+	all := device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false)
 	for _, s := range all {
 		for i := range s.Devices {
 			if s.Devices[i].Name == n.taint {

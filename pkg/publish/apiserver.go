@@ -51,7 +51,7 @@ func (p *Publisher) watchVersion(ctx context.Context, versionChanged wake.Signal
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		now := serverVersion(ctx, p.opts.Client.Discovery())
 		if now != "" && now != last {
-			p.builder.server.Store(&now)
+			p.server.Store(&now)
 			p.rebuild.Wake() // the build says whether the scheduler of this version is slow
 			if !first {
 				versionChanged.Wake()

@@ -89,7 +89,7 @@ func TestVersionChangeIsSignalled(t *testing.T) {
 				if got := len(changed); got != c.want {
 					t.Errorf("%d signals, want %d", got, c.want)
 				}
-				if got, want := *u.publisher.builder.server.Load(), c.versions[len(c.versions)-1]; got != want {
+				if got, want := *u.publisher.server.Load(), c.versions[len(c.versions)-1]; got != want {
 					t.Errorf("version %q, want %q", got, want)
 				}
 				if len(u.publisher.rebuild) == 0 {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync/atomic"
 
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
@@ -29,63 +28,41 @@ type offer struct {
 	settled bool
 }
 
-// builder builds the node's slices without taints. Building may wait for a GPU's lock and for the
-// API server's claims and slices.
-type builder struct {
-	layouts *Layouts
-	shares  atomic.Pointer[device.ShareRules]
-	// server is the API server's last known version. It is nil until then.
-	server  atomic.Pointer[string]
-	events  Events
-	metrics *metrics.Metrics
-
-	// delayed is true while a GPU cannot be offered as configured, because prepared or allocated
-	// claims still need its present shape.
-	delayed         atomic.Bool
-	offersFractions atomic.Bool
-}
-
-// Build returns the slices of the snapshot s for a cluster with the features f. If some GPUs are
-// not offered as their policies ask, it writes an Event with the reasons. The result is not
-// settled while claims delay a change. After an error it is unknown which devices are allocated.
-// Only one call may run at a time.
-func (b *builder) Build(ctx context.Context, s inventory.Snapshot, f Features) (offer, error) {
-	var options []device.SliceOption
-	if f.PartitionTypes {
-		options = append(options, device.PartitionTypes)
-	}
-	build := func(shapes []device.Shape) []resourceslice.Slice {
-		return device.Slices(shapes, s.Node.Driver, options...)
-	}
+// build returns the slices of the snapshot s for a cluster with the features f, without taints. It
+// may wait for a GPU's lock and for the API server's claims and slices. If some GPUs are not
+// offered as their policies ask, it writes an Event with the reasons. The result is not settled
+// while claims delay a change. After an error it is unknown which devices are allocated. Only one
+// call may run at a time.
+func (p *Publisher) build(ctx context.Context, s inventory.Snapshot, f Features) (offer, error) {
 	preview := func(o []device.Offering) []resourceslice.Slice {
-		return build(device.Offer(b.withShares(o, s.Node.Driver, f)))
+		return device.Slices(device.Offer(p.withShares(o, s.Node.Driver, f)), s.Node.Driver, f.PartitionTypes)
 	}
-	offerings, settled, err := b.layouts.Decide(ctx, s, f.PartitionedDevices, preview)
+	offerings, settled, err := p.layouts.Decide(ctx, s, f.PartitionedDevices, preview)
 	if err != nil {
 		return offer{}, err
 	}
-	offerings = b.withShares(offerings, s.Node.Driver, f)
+	offerings = p.withShares(offerings, s.Node.Driver, f)
 	shapes := device.Offer(offerings)
-	settled = b.reportShares(offerings, shapes, f) && settled
-	b.delayed.Store(!settled)
-	slices := build(shapes)
-	b.reportSlowScheduler(slices)
-	b.metrics.MIG(b.countMIG(shapes))
-	limits := describeLimits(b.layouts.Limited())
-	b.events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their policies ask: "+limits)
+	settled = p.reportShares(offerings, shapes, f) && settled
+	p.delayed.Store(!settled)
+	slices := device.Slices(shapes, s.Node.Driver, f.PartitionTypes)
+	p.reportSlowScheduler(slices)
+	p.opts.Metrics.MIG(p.countMIG(shapes))
+	limits := describeLimits(p.layouts.Limited())
+	p.opts.Events.EventOnChange(events.GPUsLimited, limits, "GPUs are not offered as their policies ask: "+limits)
 	return offer{slices: slices, snapshot: s, features: f, settled: settled}, nil
 }
 
 // countMIG returns the numbers for the MIG metrics: the offered MIG devices by profile, the
 // existing MIG devices, and the MIG-capable GPUs. Other metrics count shared devices.
-func (b *builder) countMIG(shapes []device.Shape) metrics.MIGState {
+func (p *Publisher) countMIG(shapes []device.Shape) metrics.MIGState {
 	now := metrics.MIGState{Offered: map[string]int{}}
 	for _, s := range shapes {
-		if p, is := s.(device.Partition); is {
-			now.Offered[p.Profile()]++
+		if partition, is := s.(device.Partition); is {
+			now.Offered[partition.Profile()]++
 		}
 	}
-	now.Ours, now.Foreign, now.GPUs = b.layouts.Count()
+	now.Ours, now.Foreign, now.GPUs = p.layouts.Count()
 	return now
 }
 

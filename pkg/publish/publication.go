@@ -141,7 +141,7 @@ func (b *publication) firstOffer(ctx context.Context) (offer, error) {
 		s := b.opts.Node.View().Offered
 		switch {
 		case s.Ready:
-			o, err := b.builder.Build(ctx, s, b.features)
+			o, err := b.build(ctx, s, b.features)
 			if err == nil {
 				return o, nil
 			}
@@ -290,7 +290,7 @@ func (b *publication) startBuild(ctx context.Context, s inventory.Snapshot) {
 	built, f := make(chan buildResult, 1), b.features
 	b.built, b.stale = built, false
 	b.background.Go(func() {
-		o, err := b.builder.Build(ctx, s, f)
+		o, err := b.build(ctx, s, f)
 		built <- buildResult{o, err}
 	})
 }

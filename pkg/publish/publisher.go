@@ -60,15 +60,23 @@ type Events interface {
 type Publisher struct {
 	opts    Options
 	cluster Cluster
-	builder *builder
+	layouts *Layouts
 	// rebuild says that the slices must be built again, because a policy or the API server's version
 	// has changed, or a claim ended.
 	rebuild wake.Signal
 	// slices has the slices to publish now, with their taints. It is nil while this instance does not
 	// publish. The slices are never modified.
 	slices atomic.Pointer[[]resourceslice.Slice]
-	// effects are the configured taint effects by health state.
+	// shares are the configured share rules, and effects the configured taint effects by health state.
+	shares  atomic.Pointer[device.ShareRules]
 	effects atomic.Pointer[health.Effects]
+	// server is the API server's last known version. It is nil until then.
+	server atomic.Pointer[string]
+	// delayed is true while a GPU cannot be offered as configured, because prepared or allocated
+	// claims still need its present shape.
+	delayed atomic.Bool
+	// offersFractions is what OffersFractions returns.
+	offersFractions atomic.Bool
 	// lastFeatures is the result of the last successful probe.
 	lastFeatures *Features
 }
@@ -77,19 +85,16 @@ type Publisher struct {
 func New(o Options) *Publisher {
 	cluster := APIServer{Client: o.Client, Node: o.NodeName}
 	p := &Publisher{
-		opts: o, cluster: cluster, rebuild: wake.New(),
-		builder: &builder{
-			layouts: NewLayouts(o.Claims, cluster, o.Node.Policies), events: o.Events, metrics: o.Metrics,
-		},
+		opts: o, cluster: cluster, rebuild: wake.New(), layouts: NewLayouts(o.Claims, cluster, o.Node.Policies),
 	}
-	p.builder.shares.Store(&o.Shares)
+	p.shares.Store(&o.Shares)
 	p.effects.Store(&o.Effects)
 	return p
 }
 
 // ClaimEnded tells the publisher that a claim was unprepared, which a change may wait for.
 func (p *Publisher) ClaimEnded() {
-	if p.builder.delayed.Load() {
+	if p.delayed.Load() {
 		p.rebuild.Wake()
 	}
 }
@@ -97,7 +102,7 @@ func (p *Publisher) ClaimEnded() {
 // SetSettings sets the configured share rules and taint effects. Devices that claims hold stay
 // published as they are.
 func (p *Publisher) SetSettings(shares device.ShareRules, effects health.Effects) {
-	p.builder.shares.Store(&shares)
+	p.shares.Store(&shares)
 	p.effects.Store(&effects)
 	p.Rebuild()
 }
@@ -106,14 +111,14 @@ func (p *Publisher) SetSettings(shares device.ShareRules, effects health.Effects
 func (p *Publisher) Rebuild() { p.rebuild.Wake() }
 
 // HandedOver returns the GPUs that have MIG instances of an admin although their policy is adopt.
-func (p *Publisher) HandedOver() []device.GPU { return p.builder.layouts.HandedOver() }
+func (p *Publisher) HandedOver() []device.GPU { return p.layouts.HandedOver() }
 
 // MIGModeUnneeded returns the GPUs in MIG mode whose policy creates no partitions.
-func (p *Publisher) MIGModeUnneeded() []device.GPU { return p.builder.layouts.MIGModeUnneeded() }
+func (p *Publisher) MIGModeUnneeded() []device.GPU { return p.layouts.MIGModeUnneeded() }
 
 // OffersFractions reports whether the node offers MPS shares with a limited part of a GPU's memory
 // and compute units.
-func (p *Publisher) OffersFractions() bool { return p.builder.offersFractions.Load() }
+func (p *Publisher) OffersFractions() bool { return p.offersFractions.Load() }
 
 // Slices returns the node's slices with their taints. ok is false if this plugin instance does not
 // publish slices. The caller must not modify them.
@@ -136,7 +141,7 @@ func (p *Publisher) Run(ctx context.Context) error {
 			return unlessDone(ctx, fmt.Errorf("acquire the leader lock: %w", err))
 		}
 		p.setLeader(true)
-		p.builder.layouts.Reset() // another plugin instance may have published since
+		p.layouts.Reset() // another plugin instance may have published since
 		klog.FromContext(ctx).Info("Publishing this node's ResourceSlices", "pool", p.opts.NodeName)
 		err = p.publish(leading)
 		p.slices.Store(nil)

@@ -21,7 +21,7 @@ import (
 )
 
 func buildSlices(offerings []device.Offering) []resourceslice.Slice {
-	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false)
 }
 
 // fakeCluster acts as the API server. It has the published slices, and the field claims, which maps

@@ -10,8 +10,8 @@ import (
 
 // withShares returns the offerings (devices to offer per GPU) with the configured share rules
 // added, if a cluster with the features f supports them. v is the node's GPU driver.
-func (b *builder) withShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
-	rules, _ := b.shareRules(f)
+func (p *Publisher) withShares(offerings []device.Offering, v device.Driver, f Features) []device.Offering {
+	rules, _ := p.shareRules(f)
 	possible := device.SharingUnsupportedReason(f.PartitionedDevices, f.ConsumableCapacity) == ""
 	shared := slices.Clone(offerings)
 	for i := range shared {
@@ -27,8 +27,8 @@ func (b *builder) withShares(offerings []device.Offering, v device.Driver, f Fea
 // reportShares writes Events and metrics about devices that several claims can share. settled is
 // false while claims have shares that the configuration no longer has, so the slices must be built
 // again soon.
-func (b *builder) reportShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
-	_, notShared := b.shareRules(f)
+func (p *Publisher) reportShares(offerings []device.Offering, shapes []device.Shape, f Features) (settled bool) {
+	_, notShared := p.shareRules(f)
 	noFractions := describeLimits(device.FractionRefusals(offerings))
 	byType, fractions := map[string]int{}, false
 	var withdrawn []string
@@ -45,19 +45,19 @@ func (b *builder) reportShares(offerings []device.Offering, shapes []device.Shap
 		}
 	}
 	ending := strings.Join(withdrawn, ", ")
-	b.metrics.Shares(byType)
-	b.offersFractions.Store(fractions)
-	b.events.EventOnChange(events.SharesNotOffered, notShared, "Not offering shares: "+notShared)
-	b.events.EventOnChange(events.FractionsNotOffered, noFractions, "Not offering fractions: "+noFractions)
-	b.events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
+	p.opts.Metrics.Shares(byType)
+	p.offersFractions.Store(fractions)
+	p.opts.Events.EventOnChange(events.SharesNotOffered, notShared, "Not offering shares: "+notShared)
+	p.opts.Events.EventOnChange(events.FractionsNotOffered, noFractions, "Not offering fractions: "+noFractions)
+	p.opts.Events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
 		ending+". The new configuration applies when the last of these claims ends")
 	return ending == ""
 }
 
 // shareRules returns the configured share rules. If the cluster does not support them, it returns
 // no rules, and notShared says what the cluster lacks.
-func (b *builder) shareRules(f Features) (_ device.ShareRules, notShared string) {
-	shares := *b.shares.Load()
+func (p *Publisher) shareRules(f Features) (_ device.ShareRules, notShared string) {
+	shares := *p.shares.Load()
 	if !shares.Any() {
 		return device.ShareRules{}, ""
 	}

@@ -26,9 +26,9 @@ func TestShareRulesNeedClusterFeatures(t *testing.T) {
 		"without rules":               {device.ShareRules{}, Features{}, false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b := &builder{}
-			b.shares.Store(&c.rules)
-			got, lacking := b.shareRules(c.features)
+			p := &Publisher{}
+			p.shares.Store(&c.rules)
+			got, lacking := p.shareRules(c.features)
 			if got.Any() != c.offered || !strings.Contains(lacking, c.lacking) || (lacking == "") != (c.lacking == "") {
 				t.Errorf("offered: %v, lacking: %q", got.Any(), lacking)
 			}

@@ -33,12 +33,12 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 		t.Run(c.server, func(t *testing.T) {
 			recorder := record.NewFakeRecorder(10)
 			m := metrics.New("test")
-			b := &builder{events: events.NewFor(recorder, "node"), metrics: m}
+			p := &Publisher{opts: Options{Events: events.NewFor(recorder, "node"), Metrics: m}}
 			slow := func() bool { return gauge(t, m, "gpu_dra_slow_scheduler") > 0 }
 			for range 2 {
-				b.reportSlowScheduler(c.published) // before the version is known
-				b.server.Store(&c.server)
-				b.reportSlowScheduler(c.published)
+				p.reportSlowScheduler(c.published) // before the version is known
+				p.server.Store(&c.server)
+				p.reportSlowScheduler(c.published)
 			}
 			if is := slow(); is != c.slow || (len(recorder.Events) == 1) != c.slow || len(recorder.Events) > 1 {
 				t.Errorf("slow %v, %d warnings", is, len(recorder.Events))
@@ -49,13 +49,13 @@ func TestSlowSchedulerIsAnEvent(t *testing.T) {
 					t.Error(message)
 				}
 			}
-			b.server.Store(ptr.To("v1.37.0"))
-			b.reportSlowScheduler(c.published)
+			p.server.Store(ptr.To("v1.37.0"))
+			p.reportSlowScheduler(c.published)
 			if slow() {
 				t.Error("slow after an upgrade")
 			}
-			b.server.Store(&c.server)
-			b.reportSlowScheduler(whole)
+			p.server.Store(&c.server)
+			p.reportSlowScheduler(whole)
 			if slow() {
 				t.Error("slow without counters")
 			}

@@ -44,7 +44,7 @@ func TestTaintIsNotDelayedByLockedGPU(t *testing.T) {
 				client := fakeapi.New()
 				u := newPublishingNode(t, client, halvesWith())
 				gpu := &lockedGPU{fakeRecords: &fakeRecords{onCard: []device.Instance{instance(1, 0)}}}
-				u.publisher.opts.Claims, u.publisher.builder.layouts.ownership = gpu, gpu
+				u.publisher.opts.Claims, u.publisher.layouts.ownership = gpu, gpu
 				policies, err := settings.ParseMIG("dynamic")
 				if err != nil {
 					t.Fatal(err)

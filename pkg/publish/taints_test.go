@@ -65,7 +65,7 @@ func newMarker(
 	for _, g := range s.Node.GPUs {
 		offerings = append(offerings, device.Offering{GPU: g.GPU, Layout: device.Layout{Whole: true}})
 	}
-	return m, device.Slices(device.Offer(offerings), s.Node.Driver)
+	return m, device.Slices(device.Offer(offerings), s.Node.Driver, false)
 }
 
 func TestMarkTaints(t *testing.T) {

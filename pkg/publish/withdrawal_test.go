@@ -210,7 +210,7 @@ func TestDeviceAllocatedWhileRecordsAreUnreadableStays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		u := newPublishingNode(t, noTaintServer(), readyWith("0000:1b:00.0", "0000:43:00.0"))
 		records := &flakyRecords{fakeRecords: u.records}
-		u.publisher.opts.Claims, u.publisher.builder.layouts.ownership = records, records
+		u.publisher.opts.Claims, u.publisher.layouts.ownership = records, records
 		u.run(t, u.publisher.publish)
 		defer u.stop()
 		advance(time.Minute)

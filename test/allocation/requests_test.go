@@ -78,7 +78,7 @@ func (c *cluster) publish(gpus []device.GPU) {
 		request(fmt.Sprintf("%s && "+is+"placementStart == %d", of, start), 1,
 			func(n device.Name) bool { return ofProfile(n) && n.Partition.Start == start })
 	}
-	c.Scheduler = scheduler.New(driverName, device.Slices(shapes, device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}), classes)
+	c.Scheduler = scheduler.New(driverName, device.Slices(shapes, device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false), classes)
 	c.accounts = newBooks(c.Slices)
 	c.hardware.fractions = map[string]bool{}
 	for name, capacity := range c.accounts.published {

@@ -134,7 +134,7 @@ func (c *Cluster) Node(name, key string, n int, policies, shares string) *corev1
 		layout, _ := device.Decide(g, nil, rules.For(g), true)
 		offerings = append(offerings, device.Offering{GPU: g, Layout: layout, Shares: share})
 	}
-	published := device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+	published := device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false)
 	for i, p := range published {
 		c.Slices = append(c.Slices, &resourceapi.ResourceSlice{
 			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", name, i)},

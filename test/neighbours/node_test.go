@@ -88,7 +88,7 @@ func published(t *testing.T, policies string, gpus []device.GPU) []resourceslice
 		layout, _ := device.Decide(g, nil, rules.For(g), true)
 		offerings = append(offerings, device.Offering{GPU: g, Layout: layout})
 	}
-	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false)
 }
 
 func newScheduler(slices []resourceslice.Slice) *scheduler.Scheduler {

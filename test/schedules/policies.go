@@ -261,7 +261,7 @@ func (s *policyRun) makeSlices(offerings []device.Offering) []resourceslice.Slic
 	for i := range offerings {
 		offerings[i].Shares = s.shares
 	}
-	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"})
+	return device.Slices(device.Offer(offerings), device.Driver{Version: "580.65.06", CUDAVersion: "13.0"}, false)
 }
 
 // Slices returns the published slices, as the API server would.

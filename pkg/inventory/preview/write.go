@@ -139,7 +139,7 @@ func WriteSlices(out io.Writer, p Offer, driverName, nodeName string) error {
 // Slices returns the slices of the offer, with the names, driver, pool and node that the plugin
 // would set.
 func (p Offer) Slices(driverName, nodeName string) []resourceapi.ResourceSlice {
-	split := device.Slices(p.shapes, p.Node.Driver)
+	split := device.Slices(p.shapes, p.Node.Driver, false)
 	slices := make([]resourceapi.ResourceSlice, len(split))
 	for i, s := range split {
 		slices[i] = resourceapi.ResourceSlice{
