@@ -1,7 +1,6 @@
 package health
 
 import (
-	"fmt"
 	"testing"
 	"time"
 
@@ -101,13 +100,4 @@ func TestForgottenCardIsNotReportedAgain(t *testing.T) {
 	w.wantState(gpuName, Healthy)
 	w.answer(device.Condition{Reach: device.ReachLost})
 	w.wantState(gpuName, Lost)
-
-	for i := range 3 * maxCards {
-		a := device.PCIAddress(fmt.Sprintf("%04x:00:00.0", i))
-		w.Apply(device.Signal{Condition: &device.Condition{Card: device.Card{PCIAddress: a}, Reach: device.ReachOK}}, w.now)
-		w.Forget(a)
-	}
-	if len(w.forgotten) > maxCards {
-		t.Errorf("%d addresses are remembered", len(w.forgotten))
-	}
 }

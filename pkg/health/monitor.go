@@ -8,8 +8,6 @@ import (
 )
 
 const (
-	// maxCards bounds the cards of a monitor. No node has as many.
-	maxCards = 256
 	// maxChanges bounds the changes that no caller of Changes has read yet. Beyond this limit the
 	// oldest change is dropped.
 	maxChanges = 256
@@ -80,10 +78,9 @@ func (m *Monitor) SetRules(rules Rules) {
 func (m *Monitor) Expect(gpus []device.GPU, now time.Time) {
 	m.now = now
 	for _, g := range gpus {
-		if c := m.cardAt(g.Card(), now); c != nil {
-			c.GPU = &g // changes no verdict
-			m.compareLent(c, g, now)
-		}
+		c := m.cardAt(g.Card(), now)
+		c.GPU = &g // changes no verdict
+		m.compareLent(c, g, now)
 	}
 }
 
@@ -117,9 +114,6 @@ func (m *Monitor) leave(c *card) {
 func (m *Monitor) Forget(address device.PCIAddress) {
 	if _, known := m.cards[address]; known {
 		delete(m.cards, address)
-		if len(m.forgotten) >= maxCards {
-			clear(m.forgotten)
-		}
 		m.forgotten[address] = true
 		m.version++
 	}
@@ -130,15 +124,13 @@ func (m *Monitor) Apply(s device.Signal, now time.Time) {
 	m.now = now
 	switch {
 	case s.Event != nil:
-		if c := m.cardAt(s.Event.Card, now); c != nil {
-			m.applyEvent(c, *s.Event, now)
-		}
+		m.applyEvent(m.cardAt(s.Event.Card, now), *s.Event, now)
 	case s.Condition != nil:
 		a, reach := s.Condition.Card.PCIAddress, s.Condition.Reach
 		if m.cards[a] == nil && (reach == device.ReachNotOurs || reach != device.ReachOK && m.forgotten[a]) {
 			return
 		}
-		if c := m.cardAt(s.Condition.Card, now); c != nil && !m.lent[a] {
+		if c := m.cardAt(s.Condition.Card, now); !m.lent[a] {
 			m.applyCondition(c, *s.Condition, now)
 		}
 	case s.Watcher != nil:
@@ -156,8 +148,7 @@ func (m *Monitor) Tick(now time.Time) {
 }
 
 // cardAt returns the card with this PCI address and UUID, and adds it if it is new. It first
-// removes a card with another UUID at the address. It returns nil if the monitor already has
-// maxCards cards.
+// removes a card with another UUID at the address.
 func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 	c := m.cards[id.PCIAddress]
 	var lent *device.GPU
@@ -168,9 +159,6 @@ func (m *Monitor) cardAt(id device.Card, now time.Time) *card {
 		c, lent = nil, c.Lent
 	}
 	if c == nil {
-		if len(m.cards) >= maxCards {
-			return nil
-		}
 		c = &card{Card: id, Lent: lent, lastHeard: now, Arrived: now}
 		m.cards[id.PCIAddress] = c
 		delete(m.forgotten, id.PCIAddress)

@@ -81,9 +81,6 @@ func (s Store) Load(m *Monitor, now time.Time) error {
 
 // validate rejects content that Save cannot have written.
 func (s savedState) validate() error {
-	if len(s.Cards) > maxCards {
-		return fmt.Errorf("%d cards are more than a node can have", len(s.Cards))
-	}
 	for _, c := range s.Cards {
 		if c == nil {
 			return errors.New("a card entry is empty")
@@ -124,8 +121,8 @@ func (m *Monitor) merge(saved savedState, now time.Time) {
 		if c == nil {
 			c = m.cardAt(old.Card, now)
 		}
-		if c == nil || c.Card.UUID != "" && old.Card.UUID != "" && c.Card.UUID != old.Card.UUID {
-			continue // the monitor is full, or another card is at this address now
+		if c.Card.UUID != "" && old.Card.UUID != "" && c.Card.UUID != old.Card.UUID {
+			continue // another card is at this address now
 		}
 		c.Card.UUID = cmp.Or(c.Card.UUID, old.Card.UUID)
 		if c.GPU == nil && old.GPU != nil && old.GPU.Card() == c.Card {
