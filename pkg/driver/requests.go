@@ -113,10 +113,10 @@ func (r *requests) refusal(v *nodeview.View, c *resourceapi.ResourceClaim) error
 	}
 	// To prepare a whole GPU the driver does not query the hardware, so without this check a container
 	// would start without a GPU that is lost.
-	verdicts := r.health.View()
-	if verdicts == nil || c.Status.Allocation == nil {
+	if c.Status.Allocation == nil {
 		return nil
 	}
+	verdicts := r.health.View()
 	for _, result := range c.Status.Allocation.Devices.Results {
 		n, ok := device.ParseName(result.Device)
 		i := slices.IndexFunc(v.GPUs, func(g nvidia.GPU) bool { return g.WholeName() == n.GPU })

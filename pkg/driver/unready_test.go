@@ -78,7 +78,7 @@ func TestRemovedLastGPUIsWithdrawn(t *testing.T) {
 	waitUntilApplied := func(n *healthNode, xid uint64) {
 		n.xid("0000:43:00.0", xid)
 		eventually(t, "the signals are applied", func() bool {
-			return slices.ContainsFunc(n.driver.health.View().Findings("0000:43:00.0"), func(f health.Finding) bool { return f.XID == xid })
+			return slices.ContainsFunc(n.driver.health.View().Findings("0000:43:00.0"), func(f *health.Finding) bool { return f.XID == xid })
 		})
 	}
 	for name, seenLost := range map[string]bool{"lost": true, "not asked": false} {

@@ -28,9 +28,6 @@ func (m *Monitor) validate(c *card) {
 // Unvalidated reports whether no check of the GPU g began after g arrived or was last reset, and
 // since when. A GPU that the view does not have yet is unvalidated.
 func (v *View) Unvalidated(g device.GPU) (since time.Time, unvalidated bool) {
-	if v == nil {
-		return time.Time{}, false
-	}
 	c, known := v.cards[g.PCIAddress]
 	if !known || c.Card.UUID != g.UUID {
 		return time.Time{}, true

@@ -10,7 +10,7 @@ import (
 )
 
 // View is a copy of a monitor's findings at one moment. It never changes, so any goroutine may read
-// it. In a nil View all devices are healthy.
+// it. In the zero value all devices are healthy.
 type View struct {
 	cards map[device.PCIAddress]card
 }
@@ -33,9 +33,6 @@ func (m *Monitor) View() *View {
 // Of returns the verdict on the device with this name, a part of the GPU g or all of it. The
 // verdict is Healthy if the view has no card at g's PCI address, or a card with another UUID.
 func (v *View) Of(g device.GPU, name device.Name) Verdict {
-	if v == nil {
-		return Verdict{}
-	}
 	c, known := v.cards[g.PCIAddress]
 	if !known || c.Card.UUID != "" && g.UUID != "" && c.Card.UUID != g.UUID {
 		return Verdict{}
@@ -60,9 +57,6 @@ const relistGrace = time.Minute
 // Missing returns the cards that are absent from listed and are not Healthy, or recovered less than
 // relistGrace ago. It skips cards that are bound to another kernel driver.
 func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []device.GPU) {
-	if v == nil {
-		return nil
-	}
 	for address, c := range v.cards {
 		if c.GPU == nil || c.OtherDriver || slices.Contains(listed, address) {
 			continue
@@ -78,7 +72,7 @@ func (v *View) Missing(listed []device.PCIAddress, now time.Time) (missing []dev
 
 // Known returns the GPU at the address as the inventory last reported it.
 func (v *View) Known(address device.PCIAddress) (device.GPU, bool) {
-	if v == nil || v.cards[address].GPU == nil {
+	if v.cards[address].GPU == nil {
 		return device.GPU{}, false
 	}
 	return *v.cards[address].GPU, true
@@ -91,17 +85,8 @@ func byGravity(a, b Finding) int {
 }
 
 // Findings returns all findings of the card at the address, including those that do not affect
-// scheduling.
-func (v *View) Findings(address device.PCIAddress) []Finding {
-	if v == nil {
-		return nil
-	}
-	var findings []Finding
-	for _, f := range v.cards[address].Findings {
-		findings = append(findings, *f)
-	}
-	return findings
-}
+// scheduling. The caller must not modify them.
+func (v *View) Findings(address device.PCIAddress) []*Finding { return v.cards[address].Findings }
 
 // Affects reports whether the finding of this Change affects the device n of the GPU g.
 func (c Change) Affects(g device.GPU, n device.Name) bool {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
 )
@@ -26,7 +27,7 @@ func (r recordsOnDisk) SharedDevices() (map[string]bool, error) { return r.ledge
 // claim with admin access takes nothing from other claims, so it keeps no device there.
 func TestAdminAccessKeepsNoUnhealthyDevice(t *testing.T) {
 	s := readyWith("0000:43:00.0", "0000:1b:00.0")
-	_, all := newMarker(t, Features{}, s, nil, nil)
+	_, all := newMarker(t, Features{}, s, &health.View{}, nil)
 	for _, admin := range []bool{false, true} {
 		records, err := checkpoint.Open(t.TempDir(), durable.OS{})
 		if err != nil {

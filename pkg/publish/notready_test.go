@@ -7,6 +7,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 )
@@ -44,7 +45,7 @@ func TestUnreadyNodeKeepsClaimedDevicesWithoutTaintSupport(t *testing.T) {
 		"transient":  {passing, []string{firstGPU, secondGPU}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, all := newMarker(t, Features{}, s, nil, nil, firstGPU)
+			m, all := newMarker(t, Features{}, s, &health.View{}, nil, firstGPU)
 			m.conditions, m.now = c.conditions, at
 			marked, count, settled := m.mark(all)
 			var names []string

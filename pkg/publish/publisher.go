@@ -41,7 +41,7 @@ type Options struct {
 
 // Health has the health verdicts on the node's devices.
 type Health interface {
-	// View returns the verdicts now. Nil means that nothing watches the hardware.
+	// View returns the verdicts now.
 	View() *health.View
 	// Changed returns a channel that is closed at the next change of View.
 	Changed() <-chan struct{}

@@ -90,7 +90,7 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 	t.Helper()
 	u := &publishingNode{
 		inv:    inventorytest.New(s),
-		health: &fakeHealth{changed: make(chan struct{})}, records: &fakeRecords{},
+		health: &fakeHealth{view: &health.View{}, changed: make(chan struct{})}, records: &fakeRecords{},
 	}
 	u.client, _ = client.(*fake.Clientset)
 	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{})

@@ -287,7 +287,7 @@ func TestTaintsStayWithinAPIServerLimit(t *testing.T) {
 		features Features
 		want     int
 	}{{Features{DeviceTaints: true}, 4}, {Features{DeviceTaints: true, InformingTaints: true}, 6}} {
-		m, published := newMarker(t, c.features, s, nil, map[string]health.Effect{"unknown": "NoSchedule", "degraded": "NoExecute"})
+		m, published := newMarker(t, c.features, s, &health.View{}, map[string]health.Effect{"unknown": "NoSchedule", "degraded": "NoExecute"})
 		taints := m.allTaints(published[0].Devices[0], v, notReady)
 		if len(taints) != c.want {
 			t.Errorf("%+v: want %d taints: %v", c.features, c.want, taints)

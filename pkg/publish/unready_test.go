@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	clienttesting "k8s.io/client-go/testing"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/fakeapi"
@@ -79,7 +80,7 @@ func TestTransientConditionTaintsAfterGrace(t *testing.T) {
 					t.Fatalf("%v", got)
 				}
 				for range 5 { // a later change must write nothing
-					u.health.set(nil)
+					u.health.set(&health.View{})
 					advance(time.Minute)
 				}
 				all := fakeapi.Slices(t, u.client)

@@ -80,7 +80,7 @@ type Options struct {
 	Records          Records
 	Reporter         Reporter
 	// Watch watches the hardware and reports signals until the context ends. Nil means that nothing
-	// watches the hardware. Then there is no View.
+	// watches the hardware. Then all devices are healthy.
 	Watch func(ctx context.Context, report func(device.Signal)) error
 }
 
@@ -127,6 +127,7 @@ func New(ctx context.Context, o Options) *Loop {
 		changed: make(chan struct{}), lastLent: map[device.PCIAddress]time.Time{},
 	}
 	if o.Watch == nil {
+		l.view.Store(&health.View{})
 		return l
 	}
 	l.monitor = health.New(nil, time.Now())
@@ -139,7 +140,7 @@ func New(ctx context.Context, o Options) *Loop {
 	return l
 }
 
-// View returns the current health verdicts. It is nil on a node without a hardware watcher.
+// View returns the current health verdicts.
 func (l *Loop) View() *health.View { return l.view.Load() }
 
 // Changed returns a channel that is closed at the next change of View.
@@ -160,7 +161,7 @@ func (l *Loop) setView(v *health.View) {
 
 // Stale reports whether the loop has not ticked for so long that its verdicts count as unknown.
 func (l *Loop) Stale(now time.Time) bool {
-	return l.view.Load() != nil && now.Sub(time.Unix(0, l.lastTick.Load())) > staleAfter
+	return l.opts.Watch != nil && now.Sub(time.Unix(0, l.lastTick.Load())) > staleAfter
 }
 
 // SetLeader tells the loop whether this plugin instance is the leader.

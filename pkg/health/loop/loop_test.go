@@ -269,7 +269,9 @@ func TestNodeAnnotationValidatesGPU(t *testing.T) {
 func TestNodeWithoutWatcherHasNoVerdicts(t *testing.T) {
 	l := New(t.Context(), Options{StateDir: t.TempDir(), BootID: "boot"})
 	l.Run(t.Context())
-	if l.View() != nil || l.Stale(time.Now()) || len(l.Missing(readyWith())) != 0 {
+	gpu := readyWith("0000:1b:00.0").Node.GPUs[0].GPU
+	verdict := l.View().Of(gpu, device.Name{GPU: gpu.WholeName()})
+	if verdict.State != health.Healthy || l.Stale(time.Now()) || len(l.Missing(readyWith())) != 0 {
 		t.Errorf("%+v", l.View())
 	}
 }

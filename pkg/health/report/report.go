@@ -153,7 +153,7 @@ func (r *Reporter) updateMetrics(view *health.View, gpus []device.GPU) {
 	for _, g := range gpus {
 		names := map[string]bool{g.WholeName(): true}
 		for _, f := range view.Findings(g.PCIAddress) {
-			on := health.Change{Card: g.Card(), Finding: f}.Device()
+			on := health.Change{Card: g.Card(), Finding: *f}.Device()
 			names[on] = true
 			findings = append(findings, metrics.DeviceHealth{Device: on, State: f.State.String(), Code: f.Code})
 		}

@@ -95,7 +95,7 @@ func TestEventsReachNodeAndPods(t *testing.T) {
 				n := &fakeNode{newerLeads: c.newerLeads}
 				r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
 				go r.Run(t.Context())
-				r.Report(t.Context(), nil, nil, []health.Change{c.change})
+				r.Report(t.Context(), &health.View{}, nil, []health.Change{c.change})
 				synctest.Wait()
 				if !slices.Equal(n.events, c.want) {
 					t.Error(cmp.Diff(c.want, n.events))
@@ -170,10 +170,10 @@ func TestNoticesMergeByGPUAndReason(t *testing.T) {
 	var n notices
 	for i := range 5 {
 		for _, a := range []device.PCIAddress{"0000:1b:00.0", "0000:43:00.0"} {
-			n.add(newChange(nil, nil, changeAt(a, health.Unhealthy, false)), fmt.Sprintf("XID %d", i))
+			n.add(newChange(&health.View{}, nil, changeAt(a, health.Unhealthy, false)), fmt.Sprintf("XID %d", i))
 		}
 	}
-	n.add(newChange(nil, nil, changeAt("0000:1b:00.0", health.Degraded, false)), "a little")
+	n.add(newChange(&health.View{}, nil, changeAt("0000:1b:00.0", health.Degraded, false)), "a little")
 	if len(n) != 3 || n[0].String() != "XID 0; XID 1; XID 2; and 2 more in the plugin's log" || n[2].String() != "a little" {
 		t.Errorf("%v", n)
 	}
@@ -185,7 +185,7 @@ func TestReportDoesNotWaitForPods(t *testing.T) {
 		n := &fakeNode{}
 		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
 		for range 2 * maxPending {
-			r.Report(t.Context(), nil, nil, []health.Change{changeAt("0000:1b:00.0", health.Healthy, false)})
+			r.Report(t.Context(), &health.View{}, nil, []health.Change{changeAt("0000:1b:00.0", health.Healthy, false)})
 		}
 		go r.Run(t.Context())
 		synctest.Wait()

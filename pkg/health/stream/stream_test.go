@@ -38,7 +38,7 @@ type node struct {
 
 func newNode() *node {
 	halves := &device.MIG{Profiles: []device.Profile{{ID: 9, Name: "3g.40gb", Slices: 3, MaxInstances: 2, Size: 1, Starts: []uint32{0, 1}}}}
-	n := &node{changed: make(chan struct{}), lostChanged: make(chan struct{})}
+	n := &node{view: &health.View{}, changed: make(chan struct{}), lostChanged: make(chan struct{})}
 	n.snapshot = inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{GPUs: []nvidia.GPU{
 		{GPU: device.GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", MIG: halves}},
 		{GPU: device.GPU{PCIAddress: "0000:43:00.0", UUID: "GPU-2"}},
