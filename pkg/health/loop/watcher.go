@@ -16,10 +16,9 @@ func (l *Loop) Watcher(ctx context.Context) func(running context.Context) error 
 			return nil
 		}
 	}
-	modes := &modeWatch{inv: l.opts.Inventory, reported: map[device.PCIAddress]device.MIGMode{}}
 	return func(running context.Context) error {
 		return l.opts.Watch(running, func(s device.Signal) {
-			modes.observe(s.Condition)
+			l.scanIfModeChanged(s.Condition)
 			// When the plugin stops, its watcher closes the hardware. A signal about that says nothing about
 			// the GPUs' health.
 			if ctx.Err() != nil {
@@ -30,5 +29,18 @@ func (l *Loop) Watcher(ctx context.Context) func(running context.Context) error 
 			case <-ctx.Done():
 			}
 		})
+	}
+}
+
+// scanIfModeChanged requests a scan of the hardware if an admin has changed a GPU's MIG mode. The
+// change shows in no file that the inventory watches, but the hardware watcher reports the mode.
+func (l *Loop) scanIfModeChanged(c *device.Condition) {
+	if c == nil || c.MIG == nil {
+		return
+	}
+	for _, g := range l.opts.Inventory.Snapshot().Node.GPUs {
+		if g.PCIAddress == c.Card.PCIAddress && g.MIG != nil && *c.MIG != (device.MIGMode{Enabled: g.MIG.Enabled, Pending: g.MIG.Pending}) {
+			l.opts.Inventory.RequestScan()
+		}
 	}
 }
