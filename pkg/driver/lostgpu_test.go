@@ -28,6 +28,8 @@ func (h *heldGPU) List() ([]checkpoint.Entry, error) {
 	return []checkpoint.Entry{{ClaimUID: "uid", Devices: []string{firstGPU}}}, nil
 }
 
+func (h *heldGPU) InUse(gpu string) (bool, error) { return bool(*h) && gpu == firstGPU, nil }
+
 // noReports drops all health reports.
 type noReports struct{}
 
@@ -39,7 +41,7 @@ func TestOfferedViewKeepsLostGPU(t *testing.T) {
 	inv, held := &inventorytest.Inventory{}, heldGPU(true)
 	inv.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	h := loop.New(t.Context(), loop.Options{
-		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, Reporter: noReports{},
+		StateDir: t.TempDir(), BootID: "boot", Inventory: inv, Records: &held, InUse: held.InUse, Reporter: noReports{},
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
 			card := device.Card{PCIAddress: "0000:1b:00.0", UUID: "GPU-0000:1b:00.0"}
 			report(device.Signal{Event: &device.HealthEvent{Card: card, Kind: device.EventXID, XID: 79, At: time.Now()}})

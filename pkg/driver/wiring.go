@@ -35,6 +35,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/occupancy"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
@@ -133,7 +134,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead.NewerLeads)
 	verdicts := loop.New(ctx, loop.Options{
 		StateDir: cfg.StateDir(), BootID: state.bootID,
-		Inventory: inv, Records: state.records, Reporter: healthReport, Watch: parts.Watch,
+		Inventory: inv, Records: state.records, InUse: ledger.New(state.records, state.bootID, inv).InUse,
+		Reporter: healthReport, Watch: parts.Watch,
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference)

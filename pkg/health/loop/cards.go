@@ -124,25 +124,9 @@ func absent(v *health.View, s inventory.Snapshot) []device.GPU {
 // back together with the driver.
 func (l *Loop) removedForGood(s inventory.Snapshot, g device.GPU) bool {
 	onBus := slices.ContainsFunc(s.Node.Problems, func(p nvidia.Problem) bool { return p.PCIAddress == g.PCIAddress })
-	return (s.Ready || s.Empty) && s.Failure == "" && !onBus && !l.inUse(g.WholeName())
-}
-
-// inUse reports whether a claim holds the GPU or a part of it. If a claim's checkpoint record
-// cannot be read, the answer is true.
-func (l *Loop) inUse(gpu string) bool {
-	entries, err := l.opts.Records.List()
-	if err != nil {
-		return true
+	if onBus || s.Failure != "" || !s.Ready && !s.Empty {
+		return false
 	}
-	for _, e := range entries {
-		for _, name := range e.Devices {
-			if n, ok := device.ParseName(name); !ok || n.GPU == gpu {
-				return true
-			}
-		}
-		if e.Inexact() {
-			return true
-		}
-	}
-	return false
+	used, err := l.opts.InUse(g.WholeName())
+	return err == nil && !used
 }

@@ -78,7 +78,9 @@ type Options struct {
 	StateDir, BootID string
 	Inventory        Inventory
 	Records          Records
-	Reporter         Reporter
+	// InUse reports whether a claim has the GPU or a part of it.
+	InUse    func(gpu string) (bool, error)
+	Reporter Reporter
 	// Watch watches the hardware and reports signals until the context ends. Nil means that nothing
 	// watches the hardware. Then all devices are healthy.
 	Watch func(ctx context.Context, report func(device.Signal)) error

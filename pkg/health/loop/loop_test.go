@@ -3,9 +3,12 @@ package loop
 import (
 	"bytes"
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -37,6 +40,19 @@ func (h *heldDevices) List() ([]checkpoint.Entry, error) {
 		return nil, nil
 	}
 	return []checkpoint.Entry{{ClaimUID: "uid", Devices: h.names}}, nil
+}
+
+// unreadable is a device of a claim whose record cannot be read.
+const unreadable = "unreadable"
+
+func (h *heldDevices) InUse(gpu string) (bool, error) {
+	if h.ended.Load() {
+		return false, nil
+	}
+	if slices.Contains(h.names, unreadable) {
+		return false, errors.New("unreadable record")
+	}
+	return slices.ContainsFunc(h.names, func(name string) bool { return strings.HasPrefix(name, gpu) }), nil
 }
 
 // reports counts the reports and keeps the last one.
@@ -77,7 +93,7 @@ func newLoop(ctx context.Context, dir string, held ...string) *loopTest {
 	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}, held: &heldDevices{names: held}}
 	l.inventory.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	l.Loop = New(ctx, Options{
-		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: l.held, Reporter: l.reports,
+		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: l.held, InUse: l.held.InUse, Reporter: l.reports,
 		Watch: func(ctx context.Context, report func(device.Signal)) error {
 			l.send = report
 			<-ctx.Done()
@@ -289,7 +305,7 @@ func TestLostGPUIsMissingUntilItIsUnplugged(t *testing.T) {
 		"unplugged":                         {listed, nil, false},
 		"a claim has it":                    {listed, []string{firstGPU}, true},
 		"a claim has a part of it":          {listed, []string{firstGPU + "-mig-9-0"}, true},
-		"a claim has an unknown device":     {listed, []string{"npu-1"}, true},
+		"a claim's record is unreadable":    {listed, []string{unreadable}, true},
 		"a claim has another":               {listed, []string{"gpu-0000-43-00-0"}, false},
 		"it is on the bus":                  {onBus, nil, true},
 		"the scan failed":                   {failed, nil, true},
