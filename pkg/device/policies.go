@@ -84,14 +84,12 @@ func (p Policy) On(g GPU) (_ Policy, problem string) {
 
 // Policies maps each GPU to its policy. The zero value maps all GPUs to [PolicyStatic], without
 // passthrough.
-type Policies struct {
-	rules       []policyRule
-	passthrough []passthroughRule
-}
+type Policies struct{ rules []policyRule }
 
+// policyRule sets a part of the policy of the GPUs that it selects.
 type policyRule struct {
 	selector selector
-	policy   Policy
+	set      func(*Policy)
 }
 
 // MIGSettings is the setting "mig": how GPUs with MIG are offered.
@@ -118,7 +116,7 @@ func (s MIGSettings) Policies(at *field.Path) (Policies, field.ErrorList) {
 	add := func(at *field.Path, r MIGRule) {
 		selector, err := parseSelector(at.Child("gpus"), r.GPUs)
 		errs = append(append(errs, err...), r.validate(at)...)
-		p.rules = append(p.rules, policyRule{selector, Policy{Mode: r.Policy, Profiles: r.Profiles}})
+		p.rules = append(p.rules, policyRule{selector, func(p *Policy) { p.Mode, p.Profiles = r.Policy, r.Profiles }})
 	}
 	if s.Policy != "" || len(s.Profiles) > 0 {
 		add(at, MIGRule{Policy: s.Policy, Profiles: s.Profiles})
@@ -159,7 +157,7 @@ var profileForm = regexp.MustCompile(`^[0-9]+g\.[0-9]+gb([+-][a-z0-9]+(\.[a-z0-9
 
 // And returns the rules of p and of more. The rules of more take precedence.
 func (p Policies) And(more Policies) Policies {
-	return Policies{slices.Concat(p.rules, more.rules), slices.Concat(p.passthrough, more.passthrough)}
+	return Policies{slices.Concat(p.rules, more.rules)}
 }
 
 // For returns the policy that the rules set for a GPU. [Policy.On] returns the policy that then
@@ -168,12 +166,7 @@ func (p Policies) For(g GPU) Policy {
 	policy := Policy{Mode: PolicyStatic}
 	for _, r := range p.rules {
 		if r.selector.matches(g) {
-			policy = r.policy
-		}
-	}
-	for _, r := range p.passthrough {
-		if r.selector.matches(g) {
-			policy.Passthrough = r.enabled
+			r.set(&policy)
 		}
 	}
 	return policy
@@ -229,18 +222,16 @@ func (s PassthroughSettings) Any() bool {
 		slices.ContainsFunc(s.Rules, func(r PassthroughRule) bool { return ptr.Deref(r.Enabled, false) })
 }
 
-type passthroughRule struct {
-	selector selector
-	enabled  bool
-}
-
 // Policies returns policies that say only which GPUs are offered to virtual machines, or the
 // invalid fields below at.
 func (s PassthroughSettings) Policies(at *field.Path) (Policies, field.ErrorList) {
 	var p Policies
 	var all field.ErrorList
+	add := func(selector selector, enabled bool) {
+		p.rules = append(p.rules, policyRule{selector, func(p *Policy) { p.Passthrough = enabled }})
+	}
 	if s.Enabled != nil {
-		p.passthrough = []passthroughRule{{"*", *s.Enabled}}
+		add("*", *s.Enabled)
 	}
 	for i, r := range s.Rules {
 		at := at.Child("rules").Index(i)
@@ -249,7 +240,7 @@ func (s PassthroughSettings) Policies(at *field.Path) (Policies, field.ErrorList
 		if r.Enabled == nil {
 			all = append(all, field.Required(at.Child("enabled"), "want true or false"))
 		}
-		p.passthrough = append(p.passthrough, passthroughRule{selector, ptr.Deref(r.Enabled, false)})
+		add(selector, ptr.Deref(r.Enabled, false))
 	}
 	if len(all) > 0 {
 		return Policies{}, all
