@@ -114,19 +114,13 @@ func (r ShareRule) parse(at *field.Path) (shareRule, field.ErrorList) {
 
 // Any reports whether some rule offers a device in shares.
 func (r ShareRules) Any() bool {
-	for _, rule := range r.rules {
-		if rule.share.Offered() {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(r.rules, func(rule shareRule) bool { return rule.share.Offered() })
 }
 
 // For returns how the whole GPU g is shared, or, if profile is not empty, how g's partitions of
 // that profile are shared. index is the index of g on the node, by PCI address.
 func (r ShareRules) For(g GPU, profile string, index int) Share {
-	for i := len(r.rules) - 1; i >= 0; i-- {
-		rule := r.rules[i]
+	for _, rule := range slices.Backward(r.rules) {
 		if (rule.profile == "") != (profile == "") {
 			continue
 		}

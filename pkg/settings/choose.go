@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/labels"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -22,13 +24,13 @@ const (
 // Choose returns the name of the configuration of a Node with these labels, and why it has this
 // one. It returns an error if a label names a configuration that does not exist, or if several
 // configurations select the Node.
-func (d Document) Choose(labels map[string]string) (name, why string, err error) {
+func (d Document) Choose(nodeLabels map[string]string) (name, why string, err error) {
 	named := []string{Label}
 	if d.DevicePluginLabel {
 		named = append(named, DevicePluginLabel)
 	}
 	for _, label := range named {
-		name := labels[label]
+		name := nodeLabels[label]
 		if name == "" {
 			continue
 		}
@@ -40,7 +42,7 @@ func (d Document) Choose(labels map[string]string) (name, why string, err error)
 	}
 	var selecting []string
 	for name, c := range d.Configurations {
-		if len(c.NodeSelector) > 0 && selects(c.NodeSelector, labels) {
+		if len(c.NodeSelector) > 0 && labels.SelectorFromSet(c.NodeSelector).Matches(labels.Set(nodeLabels)) {
 			selecting = append(selecting, name)
 		}
 	}
@@ -53,13 +55,4 @@ func (d Document) Choose(labels map[string]string) (name, why string, err error)
 	}
 	return "", "", fmt.Errorf("the nodeSelectors of configurations %s all select the Node: name one of them in its label %s",
 		strings.Join(selecting, ", "), Label)
-}
-
-func selects(selector, labels map[string]string) bool {
-	for key, value := range selector {
-		if has, ok := labels[key]; !ok || has != value {
-			return false
-		}
-	}
-	return true
 }
