@@ -12,7 +12,6 @@ import (
 	"slices"
 
 	"k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -35,8 +34,7 @@ type Source struct {
 // Claims reads the records of claims.
 type Claims interface {
 	ListPrepared() ([]ledger.PreparedClaim, error)
-	ExclusiveDevices() (map[string]string, error)
-	SharedDevices() (map[string]bool, error)
+	AllocatedDevices() (device.Allocations, error)
 }
 
 // Read returns the node's occupancy now. ok is false in a plugin instance that does not publish, so
@@ -44,12 +42,11 @@ type Claims interface {
 func (s Source) Read() (_ metrics.Occupancy, ok bool) {
 	published, leading := s.Publisher.Slices()
 	claims, err := s.Claims.ListPrepared()
-	exclusive, exclusiveErr := s.Claims.ExclusiveDevices()
-	shared, sharedErr := s.Claims.SharedDevices()
-	if !leading || err != nil || exclusiveErr != nil || sharedErr != nil {
+	allocated, allocatedErr := s.Claims.AllocatedDevices()
+	if !leading || err != nil || allocatedErr != nil {
 		return metrics.Occupancy{}, false
 	}
-	taken := sets.KeySet(exclusive).Union(sets.KeySet(shared))
+	taken := allocated.Names()
 	now := metrics.Occupancy{Node: s.NodeName, Devices: s.devices(), Allocations: allocations(claims)}
 	now.FreeGPUs, now.Partitions = free(published, taken)
 	exists := map[string]bool{}

@@ -136,7 +136,7 @@ func FuzzStepsOnRecord(f *testing.F) {
 		_ = p.Reconcile(ctx)
 		_ = p.RepairAllSpecs(ctx)
 		_, _ = p.PreparedDevices(r.ClaimUID)
-		_, _ = p.SharedDevices()
+		_, _ = p.AllocatedDevices()
 		_, _ = p.Prepare(ctx, newClaim("c", allocated("r", gpu0)))
 		_ = p.Unprepare(ctx, r.ClaimUID)
 	})

@@ -28,9 +28,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
-// SharedDevices must report all devices of which claims have shares, even if records are
+// AllocatedDevices must report all devices of which claims have shares, even if records are
 // unreadable, because the driver publishes the further shares of a device according to this result.
-func TestSharedDevicesSurvivesUnreadableRecords(t *testing.T) {
+func TestSharedDevicesSurviveUnreadableRecords(t *testing.T) {
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "joined") {
 			continue
@@ -42,7 +42,7 @@ func TestSharedDevicesSurvivesUnreadableRecords(t *testing.T) {
 			want := map[string]bool{}
 			known := func(when string) {
 				t.Helper()
-				if got, err := p.SharedDevices(); err != nil || !maps.Equal(got, want) {
+				if got, err := p.AllocatedDevices(); err != nil || !maps.Equal(got.Shared, want) {
 					t.Errorf("%s: held are %v (%v), want %v", when, got, err, want)
 				}
 			}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
@@ -18,10 +19,9 @@ type recordsOnDisk struct {
 	ledger *ledger.Ledger
 }
 
-func (r recordsOnDisk) ExclusiveDevices() (map[string]string, error) {
-	return r.ledger.ExclusiveDevices()
+func (r recordsOnDisk) AllocatedDevices() (device.Allocations, error) {
+	return r.ledger.AllocatedDevices()
 }
-func (r recordsOnDisk) SharedDevices() (map[string]bool, error) { return r.ledger.SharedDevices() }
 
 // On a cluster without device taints, the slices keep an unhealthy device that a claim holds. A
 // claim with admin access takes nothing from other claims, so it keeps no device there.

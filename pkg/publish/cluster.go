@@ -38,13 +38,13 @@ func (a APIServer) Slices(ctx context.Context) ([]resourceapi.ResourceSlice, err
 
 // Allocations returns the node's devices that are allocated to claims. It reads every claim of the
 // cluster, because the API cannot select claims by node.
-func (a APIServer) Allocations(ctx context.Context) (Allocations, error) {
-	found := Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
+func (a APIServer) Allocations(ctx context.Context) (device.Allocations, error) {
+	found := device.Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
 	page := metav1.ListOptions{Limit: claimsPageSize}
 	for {
 		list, err := a.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, page)
 		if err != nil {
-			return Allocations{}, fmt.Errorf("list the ResourceClaims: %w", err)
+			return device.Allocations{}, fmt.Errorf("list the ResourceClaims: %w", err)
 		}
 		for i := range list.Items {
 			a.addClaim(found, &list.Items[i])
@@ -55,7 +55,7 @@ func (a APIServer) Allocations(ctx context.Context) (Allocations, error) {
 	}
 }
 
-func (a APIServer) addClaim(found Allocations, c *resourceapi.ResourceClaim) {
+func (a APIServer) addClaim(found device.Allocations, c *resourceapi.ResourceClaim) {
 	if c.Status.Allocation == nil {
 		return
 	}

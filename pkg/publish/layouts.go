@@ -27,11 +27,8 @@ type Ownership interface {
 	// of the GPU. foreign are those of them that no claim's checkpoint record names, so an admin
 	// created them.
 	ForeignInstances(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance, err error)
-	// ExclusiveDevices maps each device that a prepared claim has alone to that claim's UID.
-	ExclusiveDevices() (map[string]string, error)
-	// SharedDevices has the names of the devices of which prepared claims have shares. The value is
-	// true if MPS limits the memory and compute units of these shares.
-	SharedDevices() (map[string]bool, error)
+	// AllocatedDevices returns the devices that prepared claims have.
+	AllocatedDevices() (device.Allocations, error)
 }
 
 // Layouts decides how each GPU is offered: whole, in partitions or in shares. It follows the GPU's
@@ -42,8 +39,8 @@ type Ownership interface {
 // the GPU again, under its lock, before it decides that an admin partitioned the GPU.
 type Layouts struct {
 	ownership Ownership
-	// policies returns the GPUs' policies. Until they are known the plugin changes no GPU, because they
-	// may forbid changes.
+	// policies returns the GPUs' policies. Until they are known the plugin changes no GPU, because
+	// they may forbid changes.
 	policies func() (_ device.Policies, known bool)
 	// The retainer has no lock, so only the goroutine that calls Decide may use it.
 	retainer *retainer

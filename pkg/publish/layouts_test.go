@@ -44,8 +44,9 @@ func (r *fakeRecords) ForeignInstances(context.Context, device.Card, string) (in
 	return r.onCard, subtract(r.onCard, ours), r.err
 }
 
-func (r *fakeRecords) ExclusiveDevices() (map[string]string, error) { return r.exclusive, r.readErr }
-func (r *fakeRecords) SharedDevices() (map[string]bool, error)      { return nil, nil }
+func (r *fakeRecords) AllocatedDevices() (device.Allocations, error) {
+	return device.Allocations{Exclusive: r.exclusive}, r.readErr
+}
 
 // halvesWith returns a snapshot of one GPU that has two halves as its only placements, and has
 // these MIG instances.

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/utils/ptr"
@@ -61,7 +62,7 @@ type publication struct {
 	// and list the last one until the next mark. Before nextList the claims are not listed again.
 	// unlistedSince is when the first list began that failed, if all later ones have failed too. It is
 	// zero after a successful list and while none is needed.
-	withdrawn     deviceNames
+	withdrawn     sets.Set[string]
 	listing       chan claimList
 	list          *claimList
 	nextList      time.Time

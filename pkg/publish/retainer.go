@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"maps"
 	"slices"
 	"time"
@@ -22,16 +21,7 @@ type Cluster interface {
 	Slices(ctx context.Context) ([]resourceapi.ResourceSlice, error)
 	// Allocations returns the devices of this node's pool that are allocated to claims, prepared or
 	// not.
-	Allocations(ctx context.Context) (Allocations, error)
-}
-
-// Allocations says which devices are allocated to claims.
-type Allocations struct {
-	// Exclusive maps each device that one claim has alone to that claim's name or UID.
-	Exclusive map[string]string
-	// Shared has the names of the devices of which claims have shares. The value is true if MPS limits
-	// the memory and compute units of these shares.
-	Shared map[string]bool
+	Allocations(ctx context.Context) (device.Allocations, error)
 }
 
 // SliceBuilder returns the slices that publish the given offerings. It must have no side effects,
@@ -70,7 +60,7 @@ type retainer struct {
 	gpus map[string]device.GPU
 	// prepared has the devices in the claims' checkpoint records. allocated has the devices that are
 	// allocated according to the API server.
-	prepared, allocated Allocations
+	prepared, allocated device.Allocations
 	// checkedFor has the devices that were to be published when the retainer last listed the claims.
 	// Until nextPoll it does not list them again for the same devices.
 	checkedFor forms
@@ -164,7 +154,7 @@ func (r *retainer) Retain(
 			wanted = r.withdrawFreeDevices(offerings, wanted, affected, build)
 		}
 	} else {
-		r.allocated, r.checkedFor = Allocations{}, nil
+		r.allocated, r.checkedFor = device.Allocations{}, nil
 	}
 	r.offered = wanted
 	r.published.addMissing(wanted)
@@ -214,13 +204,12 @@ func (r *retainer) withdrawFreeDevices(
 // readRecords reads the devices of prepared claims from the claims' checkpoint records. If that
 // fails, ok is false, and the retainer keeps using the devices that it last read.
 func (r *retainer) readRecords(ctx context.Context) (ok bool) {
-	exclusive, err := r.records.ExclusiveDevices()
-	shared, errShared := r.records.SharedDevices()
-	if err = errors.Join(err, errShared); err != nil {
+	prepared, err := r.records.AllocatedDevices()
+	if err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to read the devices of prepared claims; keeping the devices that were last read")
 		return false
 	}
-	r.prepared = Allocations{Exclusive: exclusive, Shared: shared}
+	r.prepared = prepared
 	return true
 }
 
@@ -284,7 +273,7 @@ func (r *retainer) has(name string) bool {
 // the devices that are then published. waiting has the devices that the policy would remove or
 // publish with other counters if no claim had them.
 func (r *retainer) markRetained(
-	offerings []device.Offering, counters bool, build SliceBuilder, all ...Allocations,
+	offerings []device.Offering, counters bool, build SliceBuilder, all ...device.Allocations,
 ) (wanted forms, waiting []string) {
 	shared := map[string]bool{}
 	for _, allocations := range slices.Backward(all) { // all[0] is from the claims' records and takes precedence

@@ -41,9 +41,9 @@ func (c *fakeCluster) Slices(context.Context) (all []resourceapi.ResourceSlice, 
 	return all, nil
 }
 
-func (c *fakeCluster) Allocations(context.Context) (Allocations, error) {
+func (c *fakeCluster) Allocations(context.Context) (device.Allocations, error) {
 	c.lists++
-	return Allocations{Exclusive: maps.Clone(c.claims), Shared: maps.Clone(c.shares)}, c.listErr
+	return device.Allocations{Exclusive: maps.Clone(c.claims), Shared: maps.Clone(c.shares)}, c.listErr
 }
 
 // publishedDevices maps the names of the devices in the slices to the devices.

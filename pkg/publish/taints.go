@@ -10,6 +10,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/utils/ptr"
 
@@ -28,9 +29,9 @@ type marker struct {
 	gpus     map[string]device.GPU
 	// claimed has the names of the devices that claims have. Claims with admin access have none,
 	// because they take nothing from other claims.
-	claimed deviceNames
+	claimed sets.Set[string]
 	// withdrawn gets the names of the devices that mark removes.
-	withdrawn deviceNames
+	withdrawn sets.Set[string]
 	// conditions has the node's readiness conditions at the time now.
 	conditions []nodeview.Condition
 	// requireValidation is whether a GPU that passed no check gets a taint.
@@ -55,8 +56,8 @@ func (m marker) mark(
 			notReady, pending := m.notReady(d)
 			settled = settled && !pending
 			if !m.features.DeviceTaints && (m.effects.BlocksScheduling(v) || notReady != nil) {
-				if !m.claimed[d.Name] {
-					m.withdrawn[d.Name] = true
+				if !m.claimed.Has(d.Name) {
+					m.withdrawn.Insert(d.Name)
 					continue
 				}
 				settled = false
@@ -239,7 +240,7 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	b.list = nil // later it says nothing about the claims any more
 	m := marker{
 		view: b.opts.Health.View(), effects: *b.effects.Load(), features: o.features, gpus: map[string]device.GPU{},
-		claimed: deviceNames{}, withdrawn: deviceNames{}, conditions: node.Conditions, held: node.Held,
+		claimed: sets.Set[string]{}, withdrawn: sets.Set[string]{}, conditions: node.Conditions, held: node.Held,
 		requireValidation: b.opts.RequireValidation, now: time.Now(),
 	}
 	for _, g := range o.snapshot.Node.GPUs {
@@ -252,18 +253,17 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 	}
 	b.opts.Events.EventOnChange(events.ValidationNotEnforced, unenforced, unenforced)
 	if !o.features.DeviceTaints {
-		exclusive, err := b.opts.Claims.ExclusiveDevices()
-		shared, sharedErr := b.opts.Claims.SharedDevices()
-		if err != nil || sharedErr != nil {
+		prepared, err := b.opts.Claims.AllocatedDevices()
+		if err != nil {
 			// The claims are unknown, so nothing is withdrawn, and claims may be allocated all devices.
 			b.marked, b.withdrawn, b.unlistedSince = false, nil, time.Time{}
 			b.slices.Store(&o.slices)
 			return o.slices
 		}
-		Allocations{exclusive, shared}.addTo(m.claimed)
+		m.claimed = prepared.Names()
 	}
 	wanted, count, settled := m.mark(o.slices)
-	leaving := m.withdrawn.without(b.withdrawn)
+	leaving := m.withdrawn.Difference(b.withdrawn)
 	if len(leaving) == 0 {
 		b.unlistedSince = time.Time{}
 	} else {
@@ -277,7 +277,7 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 		wanted, count, settled = m.mark(o.slices)
 		if len(unlisted) > 0 {
 			settled = false
-			m.withdrawn = m.withdrawn.without(unlisted) // so that the next call asks for a list again
+			m.withdrawn = m.withdrawn.Difference(unlisted) // so that the next call asks for a list again
 		}
 	}
 	b.marked, b.withdrawn = settled, m.withdrawn
@@ -289,9 +289,9 @@ func (b *publication) mark(ctx context.Context) (wanted []resourceslice.Slice) {
 // claimList is a list of the claims' devices that began because the devices in leaving should
 // leave the slices. It says nothing about others, which claims may have been allocated since.
 type claimList struct {
-	leaving   deviceNames
+	leaving   sets.Set[string]
 	began     time.Time
-	allocated Allocations
+	allocated device.Allocations
 	err       error
 }
 
@@ -308,11 +308,11 @@ func (b *publication) firstMark(ctx context.Context) []resourceslice.Slice {
 
 // addAllocated adds all allocated devices to names if list, which may be nil, has them. It returns
 // those of the leaving devices that need another list, which it starts in the background.
-func (b *publication) addAllocated(ctx context.Context, list *claimList, leaving, names deviceNames) (unlisted deviceNames) {
+func (b *publication) addAllocated(ctx context.Context, list *claimList, leaving, names sets.Set[string]) (unlisted sets.Set[string]) {
 	unlisted = leaving
 	if list != nil {
-		list.allocated.addTo(names)
-		unlisted = leaving.without(list.leaving)
+		maps.Copy(names, list.allocated.Names())
+		unlisted = leaving.Difference(list.leaving)
 	}
 	if len(unlisted) > 0 && b.listing == nil && !time.Now().Before(b.nextList) {
 		listing := make(chan claimList, 1)
@@ -353,24 +353,4 @@ const unlistedMax = 5 * time.Minute
 // without one.
 func (b *publication) overdue() bool {
 	return !b.unlistedSince.IsZero() && time.Since(b.unlistedSince) >= unlistedMax
-}
-
-// deviceNames is a set of device names.
-type deviceNames map[string]bool
-
-// without returns the names that are not in the other set.
-func (n deviceNames) without(others deviceNames) deviceNames {
-	left := maps.Clone(n)
-	maps.DeleteFunc(left, func(name string, _ bool) bool { return others[name] })
-	return left
-}
-
-// addTo adds the devices of these allocations to names.
-func (a Allocations) addTo(names deviceNames) {
-	for name := range a.Exclusive {
-		names[name] = true
-	}
-	for name := range a.Shared {
-		names[name] = true
-	}
 }

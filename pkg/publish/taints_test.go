@@ -11,6 +11,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/sets"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
@@ -54,12 +55,11 @@ func newMarker(
 	if errs != nil {
 		t.Fatal(errs)
 	}
-	m := marker{view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: deviceNames{}, withdrawn: deviceNames{}}
+	m := marker{
+		view: view, effects: e, features: f, gpus: map[string]device.GPU{}, claimed: sets.New(claimed...), withdrawn: sets.Set[string]{},
+	}
 	for _, g := range s.Node.GPUs {
 		m.gpus[g.WholeName()] = g.GPU
-	}
-	for _, name := range claimed {
-		m.claimed[name] = true
 	}
 	var offerings []device.Offering
 	for _, g := range s.Node.GPUs {

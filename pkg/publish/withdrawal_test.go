@@ -27,15 +27,15 @@ type slowCluster struct {
 	lists atomic.Int64
 }
 
-func (s *slowCluster) Allocations(ctx context.Context) (Allocations, error) {
+func (s *slowCluster) Allocations(ctx context.Context) (device.Allocations, error) {
 	s.lists.Add(1)
 	select {
 	case <-time.After(s.takes):
 	case <-ctx.Done():
-		return Allocations{}, ctx.Err()
+		return device.Allocations{}, ctx.Err()
 	}
 	if s.fails.Load() {
-		return Allocations{}, errors.New("the list fails")
+		return device.Allocations{}, errors.New("the list fails")
 	}
 	return s.Cluster.Allocations(ctx)
 }
@@ -197,11 +197,11 @@ type flakyRecords struct {
 	fail atomic.Bool
 }
 
-func (r *flakyRecords) ExclusiveDevices() (map[string]string, error) {
+func (r *flakyRecords) AllocatedDevices() (device.Allocations, error) {
 	if r.fail.Load() {
-		return nil, errors.New("read error")
+		return device.Allocations{}, errors.New("read error")
 	}
-	return r.fakeRecords.ExclusiveDevices()
+	return r.fakeRecords.AllocatedDevices()
 }
 
 // While the records cannot be read, a withdrawn device is published again. So a claim may have it

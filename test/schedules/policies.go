@@ -276,8 +276,8 @@ func (s *policyRun) Slices(context.Context) ([]resourceapi.ResourceSlice, error)
 }
 
 // Allocations returns the devices of all claims, prepared or not.
-func (s *policyRun) Allocations(context.Context) (publish.Allocations, error) {
-	all := publish.Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
+func (s *policyRun) Allocations(context.Context) (device.Allocations, error) {
+	all := device.Allocations{Exclusive: map[string]string{}, Shared: map[string]bool{}}
 	for _, t := range s.tenants {
 		for _, r := range t.held() {
 			if r.ShareID != nil {

@@ -28,9 +28,8 @@ type Records interface {
 	// OwnedInstances returns the MIG instances that this driver created for claims, out of the
 	// instances of the GPU named gpu.
 	OwnedInstances(gpu string, instances []device.Instance) ([]device.Instance, error)
-	// SharedDevices returns the names of the devices of which claims have shares. The value is true if
-	// MPS limits the memory and compute units of these shares.
-	SharedDevices() (map[string]bool, error)
+	// AllocatedDevices returns the devices that claims have.
+	AllocatedDevices() (device.Allocations, error)
 	// InUse reports whether a claim has the GPU or a part of it.
 	InUse(gpu string) (bool, error)
 }
@@ -57,11 +56,11 @@ type Offer struct {
 // Offer returns what the node would offer under the rules.
 func (r Rules) Offer(node nvidia.Node) (Offer, error) {
 	p := Offer{Node: node, policies: r.Policies, owned: map[string][]device.Instance{}, reasons: map[string][]string{}}
-	var held map[string]bool
+	var held device.Allocations
 	if r.Records != nil {
 		var err error
-		if held, err = r.Records.SharedDevices(); err != nil {
-			return p, fmt.Errorf("list the shares that claims hold: %w", err)
+		if held, err = r.Records.AllocatedDevices(); err != nil {
+			return p, fmt.Errorf("list the devices that claims hold: %w", err)
 		}
 	}
 	if err := p.addUnlisted(r); err != nil {
@@ -82,7 +81,7 @@ func (r Rules) Offer(node nvidia.Node) (Offer, error) {
 		p.addReason(name, reason)
 		offerings[i] = device.Offering{
 			GPU: g.GPU, Layout: layout, Shares: r.Shares,
-			FractionsUnsupported: device.FractionsUnsupportedReason(g.GPU, node.Driver), HeldShares: held,
+			FractionsUnsupported: device.FractionsUnsupportedReason(g.GPU, node.Driver), HeldShares: held.Shared,
 		}
 	}
 	for name, why := range device.FractionRefusals(offerings) {

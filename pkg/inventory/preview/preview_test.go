@@ -63,7 +63,9 @@ func (r records) OwnedInstances(_ string, all []device.Instance) ([]device.Insta
 
 func (r records) InUse(gpu string) (bool, error) { return gpu == r.inUse, nil }
 
-func (r records) SharedDevices() (map[string]bool, error) { return r.shares, nil }
+func (r records) AllocatedDevices() (device.Allocations, error) {
+	return device.Allocations{Shared: r.shares}, nil
+}
 
 func TestWriteTable(t *testing.T) {
 	node := nodeWith("0000:1b:00.0", "0000:43:00.0")

@@ -43,38 +43,24 @@ func (l *Ledger) devicesOf(e checkpoint.Entry) []string {
 	return e.Devices
 }
 
-// ExclusiveDevices returns the devices that are not shared. It maps each device's name to the UID
-// of the claim that uses the device.
-func (l *Ledger) ExclusiveDevices() (map[string]string, error) {
+// AllocatedDevices returns the devices that claims have, with the UIDs of the claims.
+func (l *Ledger) AllocatedDevices() (device.Allocations, error) {
 	entries, err := l.records.List()
 	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
+		return device.Allocations{}, cause.Wrap(cause.Record, err)
 	}
-	exclusive := map[string]string{}
-	for _, e := range entries {
-		for _, d := range l.devicesOf(e) {
-			if n, ok := device.ParseName(d); ok && !n.Share {
-				exclusive[d] = string(e.ClaimUID)
-			}
-		}
-	}
-	return exclusive, nil
-}
-
-// SharedDevices returns the devices of which claims have shares. The value is true if the shares
-// have limits on memory and compute, and false if they have none.
-func (l *Ledger) SharedDevices() (map[string]bool, error) {
-	entries, err := l.records.List()
-	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
-	}
-	shared := map[string]bool{}
+	exclusive, shared := map[string]string{}, map[string]bool{}
 	isNew := func(name string) bool {
 		n, ok := device.ParseName(name)
 		_, known := shared[name]
 		return ok && n.Share && !known
 	}
 	for _, e := range entries {
+		for _, d := range l.devicesOf(e) {
+			if n, ok := device.ParseName(d); ok && !n.Share {
+				exclusive[d] = string(e.ClaimUID)
+			}
+		}
 		if !e.Inexact() && !slices.ContainsFunc(e.Devices, isNew) {
 			continue // one claim suffices: all claims on a device have the same kind of share
 		}
@@ -94,7 +80,7 @@ func (l *Ledger) SharedDevices() (map[string]bool, error) {
 			}
 		}
 	}
-	return shared, nil
+	return device.Allocations{Exclusive: exclusive, Shared: shared}, nil
 }
 
 // Usage is the number of claims with a record, the number of GPUs of which these claims use all or

@@ -87,13 +87,12 @@ func TestDevicesAreKnownThoughRecordsAreUnreadable(t *testing.T) {
 		if got, err := n.Usage(); err != nil || got != want {
 			t.Errorf("%s: usage %+v, %v", when, got, err)
 		}
-		exclusive, err := n.ExclusiveDevices()
-		if err != nil || !maps.Equal(exclusive, map[string]string{part: "uid-part", gpu1: "uid-unfinished"}) {
-			t.Errorf("%s: exclusive devices %v, %v", when, exclusive, err)
+		devices, err := n.AllocatedDevices()
+		if err != nil || !maps.Equal(devices.Exclusive, map[string]string{part: "uid-part", gpu1: "uid-unfinished"}) {
+			t.Errorf("%s: exclusive devices %v, %v", when, devices.Exclusive, err)
 		}
-		shared, err := n.SharedDevices()
-		if err != nil || !maps.Equal(shared, map[string]bool{share: false}) {
-			t.Errorf("%s: shared devices %v, %v", when, shared, err)
+		if !maps.Equal(devices.Shared, map[string]bool{share: false}) {
+			t.Errorf("%s: shared devices %v", when, devices.Shared)
 		}
 		for gpu, want := range map[string]bool{gpu0: true, gpu1: true, "gpu-0000-99-00-0": false} {
 			if used, err := n.InUse(gpu); err != nil || used != want {
