@@ -79,7 +79,8 @@ func (v *View) Known(address device.PCIAddress) (device.GPU, bool) {
 }
 
 // byGravity sorts findings by state, the gravest first, and those of the same state by age, the
-// oldest first. The keys decide about findings of the same age, so that the order is always the same.
+// oldest first. Between findings of the same age their keys decide, so that the order is always the
+// same.
 func byGravity(a, b Finding) int {
 	return cmp.Or(cmp.Compare(b.State, a.State), a.Since.Compare(b.Since), a.First.Compare(b.First), cmp.Compare(a.key(), b.key()))
 }

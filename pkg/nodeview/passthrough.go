@@ -51,8 +51,8 @@ func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventor
 	return s
 }
 
-// Policies returns the policies of the node's GPUs. Until known, they are the zero value, with which
-// the plugin changes no GPU and virtual machines get none.
+// Policies returns the policies of the node's GPUs. Until they are known they are the zero value,
+// with which the plugin changes no GPU and virtual machines get none.
 func (n *Node) Policies() (_ device.Policies, known bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

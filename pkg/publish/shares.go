@@ -49,8 +49,8 @@ func (p *Publisher) reportShares(offerings []device.Offering, shapes []device.Sh
 	p.offersFractions.Store(fractions)
 	p.opts.Events.EventOnChange(events.SharesNotOffered, notShared, "Not offering shares: "+notShared)
 	p.opts.Events.EventOnChange(events.FractionsNotOffered, noFractions, "Not offering fractions: "+noFractions)
-	p.opts.Events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. No more shares are offered of "+
-		ending+". The new configuration applies when the last of these claims ends")
+	p.opts.Events.EventOnChange(events.SharesEnding, ending, "Claims hold shares that are no longer configured. "+
+		"No more shares are offered of "+ending+". The new configuration applies when the last of these claims ends")
 	return ending == ""
 }
 
