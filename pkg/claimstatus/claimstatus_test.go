@@ -175,9 +175,9 @@ func claimObject(uid types.UID) kubeletplugin.NamespacedObject {
 
 // lose says that the fixture's claim has lost the device.
 func (w *statusFixture) lose(device, reason string) {
-	w.status.BeginComparison()
-	w.status.EndComparison(w.Context(), &prepare.LostError{
-		Claim: "user/claim", UID: "1", Device: device, Reason: errors.New(reason)})
+	w.status.Comparing()
+	w.status.Compared([]*prepare.LostError{{
+		Claim: "user/claim", UID: "1", Device: device, Reason: errors.New(reason)}}, map[types.UID]bool{"1": true})
 }
 
 // failWrites makes the next n writes of the claim's status fail with err.
@@ -277,7 +277,7 @@ func TestStatusShowsLostDevice(t *testing.T) {
 	})
 	withStatusFixture(t, func(w *statusFixture) {
 		w.lose(partName, "it is gone")
-		w.status.EndComparison(t.Context(), nil)
+		w.status.Compared(nil, nil)
 		w.advance(writeDelay)
 		w.expect(nic, wholeData+ready, partData+ready)
 	})

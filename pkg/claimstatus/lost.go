@@ -1,14 +1,13 @@
 package claimstatus
 
 import (
-	"context"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
 // lostDevice is a device that the claim holds but has lost.
@@ -17,29 +16,19 @@ type lostDevice struct {
 	device string
 }
 
-// BeginComparison must be called before reconciliation compares the checkpoint records with the
-// hardware.
-func (r *Reporter) BeginComparison() {
+// Comparing implements [prepare.Observer].
+func (r *Reporter) Comparing() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.ended, r.unchecked = map[types.UID]bool{}, map[types.UID]bool{}
+	r.ended = map[types.UID]bool{}
 }
 
-// MarkUnchecked notes that the comparison in progress cannot look up the claim's devices in the
-// hardware. Devices that the claim had lost before stay lost.
-func (r *Reporter) MarkUnchecked(uid types.UID) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.unchecked[uid] = true
-}
-
-// EndComparison reports what a comparison found. err is the error of
-// [reconcile.Reconciler.Reconcile].
-func (r *Reporter) EndComparison(_ context.Context, err error) {
+// Compared implements [prepare.Observer]. Devices that an unclear claim had lost before stay lost.
+func (r *Reporter) Compared(found []*prepare.LostError, unclear map[types.UID]bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	lost := map[lostDevice]string{}
-	for _, l := range reconcile.LostDevices(err) {
+	for _, l := range found {
 		if r.ended[l.UID] {
 			continue
 		}
@@ -56,14 +45,14 @@ func (r *Reporter) EndComparison(_ context.Context, err error) {
 	for d, message := range r.lost {
 		switch _, still := lost[d]; {
 		case still:
-		case r.unchecked[d.claim.UID], reconcile.Undetermined(err, d.claim.UID):
+		case unclear[d.claim.UID]:
 			lost[d] = message
 		default: // it is back
 			r.enqueue(d.claim)
 			r.notify()
 		}
 	}
-	r.lost, r.ended, r.unchecked = lost, nil, nil
+	r.lost, r.ended = lost, nil
 }
 
 // notify tells the readers of LostDevices about a change. The caller must hold r.mu.

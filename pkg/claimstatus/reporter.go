@@ -58,9 +58,6 @@ type Reporter struct {
 	// ended has the claims that were prepared or unprepared since the comparison in progress began, so
 	// its result does not apply to them. It is nil while no comparison is in progress.
 	ended map[types.UID]bool
-	// unchecked has the claims whose devices the comparison in progress cannot look up in the
-	// hardware.
-	unchecked map[types.UID]bool
 }
 
 // New returns a Reporter. If client is nil, the Reporter writes no statuses. The client must not be

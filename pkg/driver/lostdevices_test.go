@@ -3,6 +3,8 @@ package driver
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -91,12 +93,18 @@ func (l *lostDeviceNode) unprepareClaim(c *resourceapi.ResourceClaim) {
 	}
 }
 
-// lostError returns the error of a comparison which says that the claim has lost its device.
-func lostError(c *resourceapi.ResourceClaim) *prepare.LostError {
-	device := c.Status.Allocation.Devices.Results[0].Device
-	return &prepare.LostError{
-		Claim: c.Namespace + "/" + c.Name, UID: c.UID, Device: device, Reason: errors.New("the device is gone"),
+// reportLost ends a comparison which found that only these claims have lost their device.
+func (l *lostDeviceNode) reportLost(claims ...*resourceapi.ResourceClaim) {
+	var lost []*prepare.LostError
+	unclear := map[types.UID]bool{}
+	for _, c := range claims {
+		device := c.Status.Allocation.Devices.Results[0].Device
+		lost = append(lost, &prepare.LostError{
+			Claim: c.Namespace + "/" + c.Name, UID: c.UID, Device: device, Reason: errors.New("the device is gone"),
+		})
+		unclear[c.UID] = true
 	}
+	l.d.status.Compared(lost, unclear)
 }
 
 // expectHealth waits until the kubelet gets a report that the device is unhealthy because the claim
@@ -136,22 +144,22 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			l.unprepareClaim(old)
 			l.expectHealth(firstGPU, nil)
 			next := l.createPrepared("next", firstGPU)
-			l.d.status.EndComparison(l.Context(), lostError(other))
+			l.reportLost(other)
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(next)
 		},
 		"it is unprepared during a comparison": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
-			l.d.status.BeginComparison()
+			l.d.status.Comparing()
 			l.unprepareClaim(old)
 			next := l.createPrepared("next", firstGPU)
-			l.d.status.EndComparison(l.Context(), errors.Join(lostError(other), lostError(old)))
+			l.reportLost(other, old)
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(next)
 		},
 		"it is prepared again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
 			l.prepareClaim(l.getClaim(l.T, "old"))
 			l.expectHealth(firstGPU, nil)
-			l.d.status.EndComparison(l.Context(), lostError(other))
+			l.reportLost(other)
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(old)
 		},
@@ -164,7 +172,7 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			l.expectHealth(firstGPU, nil)
 		},
 		"it has the device again": func(l *lostDeviceNode, other, old *resourceapi.ResourceClaim) {
-			l.d.status.EndComparison(l.Context(), lostError(other))
+			l.reportLost(other)
 			l.expectHealth(firstGPU, nil)
 			l.expectReady(old)
 		},
@@ -173,7 +181,7 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 			t.Parallel()
 			l := newLostDeviceNode(t)
 			old, other := l.createPrepared("old", firstGPU), l.createPrepared("other", secondGPU)
-			l.d.status.EndComparison(t.Context(), errors.Join(lostError(other), lostError(old)))
+			l.reportLost(other, old)
 			l.expectHealth(firstGPU, old)
 			test(l, other, old)
 			l.expectHealth(secondGPU, other)
@@ -184,23 +192,34 @@ func TestLostDeviceReportEndsWithItsClaim(t *testing.T) {
 // compare compares the checkpoint records with the hardware, as reconciliation does.
 func (l *lostDeviceNode) compare() {
 	l.Helper()
-	l.d.status.BeginComparison()
-	err := l.d.preparer.Reconcile(l.Context())
-	l.d.status.EndComparison(l.Context(), err)
-	if err != nil {
+	if err := l.d.preparer.Reconcile(l.Context()); err != nil {
 		l.Error(err)
 	}
 }
 
-// If the comparison fails with an error that says nothing about the claim, the claim's device must
-// stay lost.
+// If a comparison fails before it finds anything out about the claim, the claim's device must stay
+// lost.
 func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
 	l := newLostDeviceNode(t)
 	old := l.createPrepared("old", firstGPU)
-	l.d.status.EndComparison(t.Context(), lostError(old))
-	l.d.status.EndComparison(t.Context(), errors.New("list the records: input/output error"))
+	l.reportLost(old)
 	l.expectHealth(firstGPU, old)
-	l.d.status.EndComparison(t.Context(), nil)
+	l.d.status.Compared(nil, map[types.UID]bool{old.UID: true})
+	records := filepath.Join(l.cfg.StateDir(), "claims")
+	if err := os.Rename(records, records+".away"); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.d.preparer.Reconcile(t.Context()); err == nil {
+		t.Error("the records were compared")
+	}
+	if err := os.Rename(records+".away", records); err != nil {
+		t.Fatal(err)
+	}
+	if got, _ := l.d.status.LostDevices(); len(got) != 1 {
+		t.Errorf("the device is no longer lost: %v", got)
+	}
+	l.expectHealth(firstGPU, old)
+	l.reportLost()
 	l.expectHealth(firstGPU, nil)
 }
 
@@ -209,7 +228,7 @@ func TestLostDeviceStaysLostAfterUnrelatedError(t *testing.T) {
 func TestLostDeviceStaysLostWhileUnchecked(t *testing.T) {
 	l := newLostDeviceNode(t)
 	old := l.createPrepared("old", firstGPU)
-	l.d.status.EndComparison(t.Context(), lostError(old))
+	l.reportLost(old)
 	l.expectHealth(firstGPU, old)
 
 	l.setHardware("none", func() (nvidia.Node, error) { return nvidia.Node{}, &nvidia.NotReadyError{Reason: "no driver"} })

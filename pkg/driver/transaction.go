@@ -85,8 +85,6 @@ func (o claimObserver) Unprepared(uid types.UID) {
 	o.ForgetLost(uid)
 }
 
-func (o claimObserver) Skipped(uid types.UID) { o.MarkUnchecked(uid) }
-
 // nodeEdits implements [prepare.Edits].
 type nodeEdits struct {
 	cdi.Mapper

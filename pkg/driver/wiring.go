@@ -159,7 +159,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	reconciling := reconciler.New(reconciler.Options{
 		StateDir: cfg.StateDir(), NewerLeads: lead.NewerLeads,
-		Claims: claims, Use: access.Use, Inventory: inv, Layouts: publisher, Status: status,
+		Claims: claims, Use: access.Use, Inventory: inv, Layouts: publisher,
 		ReportDaemons: daemons.Report, WriteBase: specs.WriteBase, Repaired: toAdmins.Repaired,
 	})
 	collector := claimgc.New(claimgc.Options{

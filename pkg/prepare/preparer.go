@@ -54,9 +54,11 @@ type Observer interface {
 	Unprepared(uid types.UID)
 	// Repaired is called for each repair.
 	Repaired(r Repair)
-	// Skipped is called for each claim whose devices Reconcile could not examine, for example because
-	// a call for the claim was running. The claim's reported health then stays as it was.
-	Skipped(uid types.UID)
+	// Comparing is called before Reconcile examines the claims' devices.
+	Comparing()
+	// Compared is called afterwards with the devices that claims have lost. unclear has the claims
+	// that Reconcile could not examine or repair, for example because a call was running.
+	Compared(lost []*LostError, unclear map[types.UID]bool)
 	// Changed is called for each prepared claim whose device got another UUID, because the driver
 	// recreated its partition.
 	Changed(ctx context.Context, claim kubeletplugin.NamespacedObject)

@@ -23,7 +23,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -102,7 +101,7 @@ func TestReconcileWaitsOnceForHungDaemon(t *testing.T) {
 	})
 }
 
-func TestReconcileReportsSkippedClaims(t *testing.T) {
+func TestReconcileReportsUncheckedClaims(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(t *testing.T, w *world, p *plugin)
 		want   []types.UID
@@ -131,17 +130,27 @@ func TestReconcileReportsSkippedClaims(t *testing.T) {
 				p := w.plugin(t)
 				mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
 				var got []types.UID
-				p.OnSkipped = func(uid types.UID) { got = append(got, uid) }
+				p.OnCompared = func(_ []*prepare.LostError, unclear map[types.UID]bool) { got = claimsIn(unclear) }
 				c.change(t, w, p)
 				if err := p.Reconcile(t.Context()); err != nil || !slices.Equal(got, c.want) {
-					t.Errorf("%v, skipped %q", err, got)
+					t.Errorf("%v, unchecked %q", err, got)
 				}
 			})
 		})
 	}
 }
 
-func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
+// claimsIn returns the claims that are unclear.
+func claimsIn(unclear map[types.UID]bool) (claims []types.UID) {
+	for uid, is := range unclear {
+		if is {
+			claims = append(claims, uid)
+		}
+	}
+	return claims
+}
+
+func TestReconcileReportsLostAndUnclearClaims(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
 	mustPrepare(t, w.plugin(t), newClaim("lost", allocated("r", small0)))
@@ -156,23 +165,35 @@ func TestReconcileErrorNamesUndeterminedClaims(t *testing.T) {
 	}
 	p := w.plugin(t)
 	for _, c := range []struct {
-		what           string
-		change         func()
-		ofLost, ofWell bool
+		what          string
+		change        func()
+		lost, unclear []types.UID
 	}{
-		{"one claim lost its device", func() {}, true, false},
+		{"one claim lost its device", func() {}, []types.UID{"uid-lost"}, []types.UID{"uid-lost"}},
 		{"garbage collection fails", func() {
 			h.fault = nil
 			w.specs.unlisted = errors.New("input/output error")
-		}, false, false},
-		{"the records cannot be listed", func() { w.disk.StopAt(1) }, true, true},
+		}, nil, nil},
 	} {
 		c.change()
-		err := p.Reconcile(t.Context())
-		if err == nil || reconcile.Undetermined(err, "uid-lost") != c.ofLost || reconcile.Undetermined(err, "uid-well") != c.ofWell {
-			t.Errorf("%s: %v leaves open the lost one %v, the other %v", c.what, err,
-				reconcile.Undetermined(err, "uid-lost"), reconcile.Undetermined(err, "uid-well"))
+		var lost, unclear []types.UID
+		p.OnCompared = func(found []*prepare.LostError, of map[types.UID]bool) {
+			for _, l := range found {
+				lost = append(lost, l.UID)
+			}
+			unclear = claimsIn(of)
 		}
+		if err := p.Reconcile(t.Context()); err == nil || !slices.Equal(lost, c.lost) || !slices.Equal(unclear, c.unclear) {
+			t.Errorf("%s: %v, lost %q, unclear %q", c.what, err, lost, unclear)
+		}
+	}
+	w.disk.StopAt(1)
+	if err := p.Records.SaveHolder(checkpoint.Holder{Key: "any"}); err == nil {
+		t.Fatal("the disk works")
+	}
+	p.OnCompared = func([]*prepare.LostError, map[types.UID]bool) { t.Error("a comparison without a list of the records") }
+	if err := p.Reconcile(t.Context()); err == nil {
+		t.Error("the records were listed")
 	}
 }
 

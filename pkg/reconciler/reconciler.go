@@ -54,12 +54,6 @@ type Layouts interface {
 	MIGModeUnneeded() []device.GPU
 }
 
-// Status tells users which of their claims' devices are lost, from the result of each comparison.
-type Status interface {
-	BeginComparison()
-	EndComparison(ctx context.Context, err error)
-}
-
 // Options are the settings and dependencies of a [Reconciler].
 type Options struct {
 	// StateDir is the directory of the checkpoint records, for error messages.
@@ -73,7 +67,6 @@ type Options struct {
 	Use       func() (done func(), ok bool)
 	Inventory Inventory
 	Layouts   Layouts
-	Status    Status
 	// ReportDaemons reports the MPS daemons to admins.
 	ReportDaemons func(ctx context.Context)
 	// WriteBase writes the node-wide CDI spec.
@@ -166,10 +159,7 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 			return true, err
 		}
 	}
-	r.opts.Status.BeginComparison()
-	err := r.opts.Claims.Reconcile(ctx)
-	r.opts.Status.EndComparison(ctx, err)
-	err = errors.Join(err, r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
+	err := errors.Join(r.opts.Claims.Reconcile(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
 	r.opts.ReportDaemons(ctx)
 	return true, err
 }

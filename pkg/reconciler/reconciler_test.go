@@ -82,10 +82,6 @@ func (n *node) HandedOver() []device.GPU { return n.gpus() }
 
 func (n *node) MIGModeUnneeded() []device.GPU { return n.gpus() }
 
-func (n *node) BeginComparison() { n.note("begin") }
-
-func (n *node) EndComparison(context.Context, error) { n.note("end") }
-
 func (n *node) Report(context.Context) { n.note("report daemons") }
 
 func (n *node) WriteBase(specs.ContainerEdits) error { n.note("write base"); return nil }
@@ -94,12 +90,12 @@ func (n *node) Repaired(prepare.Repair) {}
 
 func newReconciler(n *node) *reconciler.Reconciler {
 	return reconciler.New(reconciler.Options{
-		NewerLeads: n.leads, Claims: n, Use: n.Use, Inventory: n, Layouts: n, Status: n,
+		NewerLeads: n.leads, Claims: n, Use: n.Use, Inventory: n, Layouts: n,
 		ReportDaemons: n.Report, WriteBase: n.WriteBase, Repaired: n.Repaired,
 	})
 }
 
-var oneRound = []string{"begin", "reconcile", "end", "adopt", "switch off", "scan", "report daemons"}
+var oneRound = []string{"reconcile", "adopt", "switch off", "scan", "report daemons"}
 
 func TestReconciliationRunsRegularlyAndWhenWoken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -64,16 +64,24 @@ func (t Transaction) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) 
 
 // Observer calls the functions that are set.
 type Observer struct {
-	OnUnprepared, OnSkipped func(types.UID)
-	OnRepaired              func(prepare.Repair)
-	OnChanged               func(kubeletplugin.NamespacedObject)
+	OnUnprepared func(types.UID)
+	OnCompared   func(lost []*prepare.LostError, unclear map[types.UID]bool)
+	OnRepaired   func(prepare.Repair)
+	OnChanged    func(kubeletplugin.NamespacedObject)
 }
 
 // Unprepared implements [prepare.Observer].
 func (o *Observer) Unprepared(uid types.UID) { call(o.OnUnprepared, uid) }
 
-// Skipped implements [prepare.Observer].
-func (o *Observer) Skipped(uid types.UID) { call(o.OnSkipped, uid) }
+// Comparing implements [prepare.Observer].
+func (o *Observer) Comparing() {}
+
+// Compared implements [prepare.Observer].
+func (o *Observer) Compared(lost []*prepare.LostError, unclear map[types.UID]bool) {
+	if o.OnCompared != nil {
+		o.OnCompared(lost, unclear)
+	}
+}
 
 // Repaired implements [prepare.Observer].
 func (o *Observer) Repaired(r prepare.Repair) { call(o.OnRepaired, r) }

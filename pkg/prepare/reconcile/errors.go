@@ -2,47 +2,11 @@ package reconcile
 
 import (
 	"errors"
-	"slices"
-
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
-
-// claimError is an error that Reconcile met while it repaired the claim uid. uid is empty if the
-// error concerns no particular claim.
-type claimError struct {
-	uid types.UID
-	error
-}
-
-func (e *claimError) Unwrap() error { return e.error }
-
-func withClaim(uid types.UID, err error) error {
-	if err == nil {
-		return nil
-	}
-	return &claimError{uid, err}
-}
-
-// Undetermined reports whether the state of the claim uid is unknown after Reconcile returned err.
-// Errors that concern only other claims do not make it unknown.
-func Undetermined(err error, uid types.UID) bool {
-	switch e := err.(type) { //nolint:errorlint // checks each level: errors.As would find only the first claim
-	case nil:
-		return false
-	case *claimError:
-		return e.uid == uid
-	case *prepare.LostError:
-		return e.UID == uid
-	case interface{ Unwrap() []error }:
-		return slices.ContainsFunc(e.Unwrap(), func(err error) bool { return Undetermined(err, uid) })
-	default:
-		return true
-	}
-}
 
 // Retryable returns the parts of err that may pass if the caller retries. err comes from
 // [Reconciler.RepairSpecs] or [Reconciler.RepairClaimSpec]. Retryable drops errors about replaced

@@ -69,16 +69,33 @@ func (rec *Reconciler) Reconcile(ctx context.Context) error {
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
+	rec.observer.Comparing()
 	var all parallel
 	pass := steps.NewPass()
-	for _, e := range entries {
-		all.start(func() error { return withClaim(e.ClaimUID, rec.reconcileClaim(ctx, pass, e.ClaimUID)) })
+	errs := make([]error, len(entries))
+	for i, e := range entries {
+		all.start(func() error {
+			errs[i] = rec.reconcileClaim(ctx, pass, e.ClaimUID)
+			return nil
+		})
 	}
-	all.start(func() error { return withClaim("", rec.collectGarbage(ctx)) })
-	all.start(func() error { return withClaim("", rec.clearStaleMarks(ctx)) })
-	return all.wait()
+	all.start(func() error { return rec.collectGarbage(ctx) })
+	all.start(func() error { return rec.clearStaleMarks(ctx) })
+	err = all.wait()
+	var lost []*prepare.LostError
+	unclear := map[types.UID]bool{}
+	for i, e := range entries {
+		lost = append(lost, LostDevices(errs[i])...)
+		unclear[e.ClaimUID] = errs[i] != nil
+		if errors.Is(errs[i], prepare.ErrNotChecked) {
+			errs[i] = nil // it is no sign that something is wrong
+		}
+	}
+	rec.observer.Compared(lost, unclear)
+	return errors.Join(errors.Join(errs...), err)
 }
 
+// reconcileClaim returns [prepare.ErrNotChecked] if it could not examine the claim's devices.
 func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, recoverWait)
 	defer cancel()
@@ -88,10 +105,6 @@ func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid
 		return nil
 	}); lockErr != nil {
 		return lockErr
-	}
-	if errors.Is(err, prepare.ErrNotChecked) {
-		rec.observer.Skipped(uid)
-		return nil
 	}
 	return err
 }
