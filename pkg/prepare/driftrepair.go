@@ -39,50 +39,59 @@ func (p *Preparer) checkInventory(_ context.Context, _ *steps.Env, pl *plan) err
 	return nil
 }
 
-// checkHardware looks for the claim's partitions in the hardware. If a partition is missing that
-// this driver did not create, it returns a LostError. For a missing partition that this driver
-// created it returns another error, because Reconcile may recreate the partition.
-func (p *Preparer) checkHardware(ctx context.Context, env *steps.Env, pl *plan) error {
-	return p.eachPartition(ctx, env, pl, func(req *deviceRequest, d checkpoint.Device, state device.CardState) error {
-		if req.creator != nil {
-			// Reconcile recreates the partition under the GPU's lock, or reports it lost. If several claims
-			// share the partition, a Prepare of one of them may do the same.
-			gone := fmt.Errorf("device %s is gone: its containers cannot start until the driver has recreated the device, and the driver retries",
-				d.Device)
-			return cause.Wrap(cause.Step, errors.Join(gone, p.node.Specs.RemoveClaim(pl.record.ClaimUID)))
-		}
-		return p.markLost(pl, d, fmt.Errorf("it is gone, and its GPU now has: %s", steps.DescribeInstances(state.MIG.Instances...)))
-	})
-}
-
 // restorePartitions reads the hardware and recreates the claim's lost partitions at their
 // placements, for example after a GPU reset. Until that succeeds, the claim has no CDI spec. A
 // partition is reported lost only if retrying cannot help. The caller holds the GPUs' locks.
 func (p *Preparer) restorePartitions(ctx context.Context, env *steps.Env, pl *plan) error {
-	return p.eachPartition(ctx, env, pl, func(req *deviceRequest, d checkpoint.Device, state device.CardState) error {
-		if req.creator == nil {
-			return p.markLost(pl, d, fmt.Errorf("it was created outside this driver and is gone, and its GPU now has: %s",
-				steps.DescribeInstances(state.MIG.Instances...)))
+	for i := range pl.requests {
+		req, d := &pl.requests[i], pl.record.Devices[i]
+		if req.name.Partition == nil {
+			continue
 		}
-		klog.FromContext(ctx).Info("Recreating lost partition of a claim", "claim", klog.KRef(pl.record.Namespace, pl.record.Name), "device",
-			d.Device)
-		// Remove the old spec first: its device nodes may belong to another claim's partition by now.
-		if err := p.node.Specs.RemoveClaim(pl.record.ClaimUID); err != nil {
-			return cause.Wrap(cause.Step, err)
+		state, err := env.CardState(ctx, req.gpu.Card())
+		if err != nil {
+			return cause.OrStep(err)
 		}
-		err := recreatePartition(ctx, env, req)
-		switch {
-		case err == nil:
-			Repair{"lost-partition", "Recreated lost partition of a claim",
-				pl.record.Namespace + "/" + pl.record.Name + " " + d.Device}.Report(ctx, p.opts.Observer)
-			return nil
-		case isPermanent(err):
-			return p.markLost(pl, d, err)
-		default:
-			return cause.OrStep(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, "+
-				"and the driver retries: %w", err))
+		if err := steps.CheckDeviceNode(req.name.GPU, req.gpu.Minor, state.Minor); err != nil {
+			return err
 		}
-	})
+		if req.findIntact(d, state.MIG.Instances) {
+			continue
+		}
+		if err := p.restorePartition(ctx, env, pl, req, d, state); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// restorePartition recreates a partition that no longer exists, or that another MIG instance
+// replaced.
+func (p *Preparer) restorePartition(
+	ctx context.Context, env *steps.Env, pl *plan, req *deviceRequest, d checkpoint.Device, state device.CardState,
+) error {
+	if req.creator == nil {
+		return p.markLost(pl, d, fmt.Errorf("it was created outside this driver and is gone, and its GPU now has: %s",
+			steps.DescribeInstances(state.MIG.Instances...)))
+	}
+	klog.FromContext(ctx).Info("Recreating lost partition of a claim", "claim", klog.KRef(pl.record.Namespace, pl.record.Name), "device",
+		d.Device)
+	// Remove the old spec first: its device nodes may belong to another claim's partition by now.
+	if err := p.node.Specs.RemoveClaim(pl.record.ClaimUID); err != nil {
+		return cause.Wrap(cause.Step, err)
+	}
+	err := recreatePartition(ctx, env, req)
+	switch {
+	case err == nil:
+		Repair{"lost-partition", "Recreated lost partition of a claim",
+			pl.record.Namespace + "/" + pl.record.Name + " " + d.Device}.Report(ctx, p.opts.Observer)
+		return nil
+	case isPermanent(err):
+		return p.markLost(pl, d, err)
+	default:
+		return cause.OrStep(fmt.Errorf("the device is gone: its containers cannot start until the driver has recreated the device, "+
+			"and the driver retries: %w", err))
+	}
 }
 
 // recreatePartition applies the step again that created the lost partition.
@@ -126,32 +135,6 @@ func isPermanent(err error) bool {
 		return true
 	}
 	return cause.Of(err) == cause.Device
-}
-
-// eachPartition reads the hardware. It calls gone for each of the claim's partitions that no longer
-// exists, or was replaced by another MIG instance.
-func (p *Preparer) eachPartition(ctx context.Context, env *steps.Env, pl *plan,
-	gone func(*deviceRequest, checkpoint.Device, device.CardState) error) error {
-	for i := range pl.requests {
-		req, d := &pl.requests[i], pl.record.Devices[i]
-		if req.name.Partition == nil {
-			continue
-		}
-		state, err := env.CardState(ctx, req.gpu.Card())
-		if err != nil {
-			return cause.OrStep(err)
-		}
-		if err := steps.CheckDeviceNode(req.name.GPU, req.gpu.Minor, state.Minor); err != nil {
-			return err
-		}
-		if req.findIntact(d, state.MIG.Instances) {
-			continue
-		}
-		if err := gone(req, d, state); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // findIntact reports whether instances contains the partition of device d with the recorded

@@ -25,16 +25,6 @@ func (p *Preparer) RewriteSpec(ctx context.Context, r checkpoint.Record) error {
 	return p.rewriteSpec(ctx, r, p.checkInventory)
 }
 
-// CheckSpec is like RewriteSpec, but reads the hardware if the inventory lacks a partition.
-func (p *Preparer) CheckSpec(ctx context.Context, r checkpoint.Record) error {
-	return p.rewriteSpec(ctx, r, func(ctx context.Context, env *steps.Env, pl *plan) error {
-		if err := p.checkInventory(ctx, env, pl); !errors.Is(err, ErrNotInInventory) {
-			return err
-		}
-		return p.checkHardware(ctx, env, pl)
-	})
-}
-
 // Restore recreates a prepared claim's lost partitions, restores what the claim shares with others,
 // and then rewrites its CDI spec. What several claims share is restored once in a pass. The caller
 // holds the GPUs' locks.

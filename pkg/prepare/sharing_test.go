@@ -162,16 +162,23 @@ func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 	mustPrepare(t, p, migPart2)
 	h.of(t, gpu0).RemoveInstances()
 	w.scan()
-	err := p.RepairAllSpecs(t.Context())
-	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
-		t.Errorf("%v, lost: %v, specs %q, %q", err, reconcile.LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
-	}
 	// A third claim must not recreate the partition, because the CDI specs of the other two claims
 	// would still name the old one.
 	third := newClaim("third", fraction("r", migShare0, "1Gi", "0"))
 	if _, err := p.Prepare(t.Context(), third); cause.Of(err) != cause.NotReady || !strings.Contains(err.Error(), "recreates the device") {
 		t.Errorf("cause %s: %v", cause.Of(err), err)
 	}
+	h.fault = func(_ int, after bool) error {
+		if !after && strings.HasPrefix(h.calls[len(h.calls)-1], "create GPU instance") {
+			return failure(device.FailureTimeout, "create GPU instance", h.card(t, gpu0))
+		}
+		return nil
+	}
+	err := p.RepairAllSpecs(t.Context())
+	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
+		t.Errorf("%v, lost: %v, specs %q, %q", err, reconcile.LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
+	}
+	h.fault = nil
 	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -129,48 +129,42 @@ func (rec *Reconciler) RepairSpecs(ctx context.Context) (left []types.UID, _ err
 	}
 	var errs []error
 	for _, e := range entries {
-		err := rec.repairSpec(ctx, e.ClaimUID, tryWait, rec.transaction.RewriteSpec)
-		if errors.Is(err, prepare.ErrNotInInventory) || errors.Is(err, errBusy) {
+		if err := rec.repairSpec(ctx, e.ClaimUID); errors.Is(err, prepare.ErrNotInInventory) {
 			left = append(left, e.ClaimUID)
-			continue
+		} else {
+			errs = append(errs, err)
 		}
-		errs = append(errs, err)
 	}
 	return left, errors.Join(errs...)
 }
 
-// RepairClaimSpec rewrites one claim's CDI spec if it is missing or altered. It reads the hardware
-// if the inventory lacks a partition of the claim.
-func (rec *Reconciler) RepairClaimSpec(ctx context.Context, claim types.UID) error {
-	return rec.repairSpec(ctx, claim, recoverWait, rec.transaction.CheckSpec)
-}
-
-var errBusy = errors.New("another call works on the claim and writes its spec")
-
-func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID, wait time.Duration,
-	rewrite func(context.Context, checkpoint.Record) error) error {
-	waiting, cancel := context.WithTimeout(ctx, wait)
+// repairSpec returns [prepare.ErrNotInInventory] also if another call works on the claim: it may
+// write the claim's spec.
+func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID) error {
+	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
 	locks, err := rec.transaction.LockClaim(waiting, uid)
-	if cause.Of(err) == cause.Canceled {
-		return errors.Join(errBusy, err)
+	if prepare.IsBusy(err) {
+		return prepare.ErrNotInInventory
 	}
 	if err != nil {
 		return err
 	}
 	defer locks.Release()
-	// Work on the hardware may take longer than the wait for the lock, so it has its own limit.
-	// Canceling a read of the hardware would also fail other calls that wait for the same read.
-	ctx, cancelWork := context.WithTimeout(ctx, reconcileTime)
-	defer cancelWork()
 	r, found, err := rec.node.Records.Load(uid)
 	if err != nil || !found || r.State != checkpoint.Prepared {
 		return err
 	}
-	if err := rewrite(ctx, r); !errors.Is(err, prepare.ErrNotChecked) {
+	if err := rec.transaction.RewriteSpec(ctx, r); !errors.Is(err, prepare.ErrNotChecked) {
 		return err
 	}
 	return nil
+}
+
+// RepairClaimSpec reconciles one claim, which also rewrites its CDI spec if it is missing or
+// altered. It reads the hardware if that is needed.
+func (rec *Reconciler) RepairClaimSpec(ctx context.Context, claim types.UID) error {
+	return rec.reconcileClaim(ctx, nil, claim)
 }
 
 // reportInterrupted reports that the driver undid what an interrupted call for the claim had left

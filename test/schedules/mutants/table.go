@@ -36,7 +36,7 @@ var mutants = []mutant{
 	{"the instances before a creation are not recorded", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "recordBefore"}}},
 	{"a new instance's ID is not recorded at once", stepsDir, "(*MIGInstance).Apply", skip{call{"Journal", "CreateInstance"}}},
 	{"instances are identified by their IDs alone", stepsDir, "SameInstance", keepOperand{"ID"}},
-	{"a lost partition is not noticed", prepareDir, "(*Preparer).eachPartition", condition{"findIntact", true}},
+	{"a lost partition is not noticed", prepareDir, "(*Preparer).restorePartitions", condition{"findIntact", true}},
 	{"a GPU's MIG mode is enabled without a mark", stepsDir, "(*MIGInstance).enableMIGMode", skip{call{to: "Mark"}}},
 	{"a GPU's settings are not restored", stepsDir, "gpuSetting.revert", doNothing{}},
 	{"a GPU's settings are reset to the default", stepsDir, "gpuSetting.revert", lastArgument{call{to: "write"}, "*new(T)"}},
