@@ -24,7 +24,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -38,8 +37,7 @@ const lookupTimeout = 5 * time.Second
 
 // Claims has the prepared claims of this node.
 type Claims interface {
-	PreparedClaims() ([]kubeletplugin.NamespacedObject, error)
-	Record(uid types.UID) (r checkpoint.Record, found bool, err error)
+	PreparedClaims() ([]checkpoint.Record, error)
 	OrphanReason(r checkpoint.Record, now *resourceapi.ResourceClaim) (why string)
 	UnprepareOrphan(ctx context.Context, uid types.UID, confirm func(ctx context.Context, r checkpoint.Record) error) (done bool, err error)
 }
@@ -123,17 +121,17 @@ func (g *Collector) collect(ctx context.Context) bool {
 		return false
 	}
 	since := map[types.UID]time.Time{}
-	for _, c := range claims {
+	for _, r := range claims {
 		if ctx.Err() != nil {
 			return false
 		}
-		why, err := g.orphanReason(ctx, c)
-		first, known := g.orphanedSince[c.UID]
+		why, err := g.orphanReason(ctx, r)
+		first, known := g.orphanedSince[r.ClaimUID]
 		switch {
 		case err != nil:
-			logger.V(2).Info("Failed to look up prepared claim", "claim", c.NamespacedName, "claimUID", c.UID, "err", err)
+			logger.V(2).Info("Failed to look up prepared claim", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID, "err", err)
 			if known {
-				since[c.UID] = first
+				since[r.ClaimUID] = first
 			}
 			continue
 		case why == "":
@@ -141,11 +139,11 @@ func (g *Collector) collect(ctx context.Context) bool {
 		case !known:
 			first = time.Now()
 			logger.Info("Found orphaned claim; its devices are released after the grace period unless the kubelet unprepares it",
-				"claim", c.NamespacedName, "claimUID", c.UID, "reason", why, "grace", g.opts.Grace)
+				"claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID, "reason", why, "grace", g.opts.Grace)
 		}
-		since[c.UID] = first
-		if time.Since(first) >= g.opts.Grace && g.release(ctx, c, why) {
-			delete(since, c.UID)
+		since[r.ClaimUID] = first
+		if time.Since(first) >= g.opts.Grace && g.release(ctx, r, why) {
+			delete(since, r.ClaimUID)
 		}
 	}
 	g.orphanedSince = since
@@ -157,14 +155,10 @@ func (g *Collector) collect(ctx context.Context) bool {
 	return len(since) > 0
 }
 
-// orphanReason returns why the claim c is orphaned, or "" if it is not or has no checkpoint record.
-func (g *Collector) orphanReason(ctx context.Context, c kubeletplugin.NamespacedObject) (string, error) {
-	r, found, err := g.opts.Claims.Record(c.UID)
-	if err != nil || !found {
-		return "", err
-	}
+// orphanReason returns why the claim of record r is orphaned, or "" if it is not.
+func (g *Collector) orphanReason(ctx context.Context, r checkpoint.Record) (string, error) {
 	for _, latest := range []bool{false, true} {
-		now, err := g.lookup(ctx, c.NamespacedName, latest)
+		now, err := g.lookup(ctx, r, latest)
 		if err != nil {
 			return "", err
 		}
@@ -185,15 +179,15 @@ type keptError struct{ reason string }
 
 func (e *keptError) Error() string { return e.reason }
 
-func (g *Collector) release(ctx context.Context, c kubeletplugin.NamespacedObject, why string) bool {
-	logger := klog.FromContext(ctx).WithValues("claim", c.NamespacedName, "claimUID", c.UID)
+func (g *Collector) release(ctx context.Context, listed checkpoint.Record, why string) bool {
+	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(listed.Namespace, listed.Name), "claimUID", listed.ClaimUID)
 	finished, ok := g.opts.Use()
 	defer finished()
 	if !ok {
 		return false
 	}
-	done, err := g.opts.Claims.UnprepareOrphan(ctx, c.UID, func(ctx context.Context, r checkpoint.Record) error {
-		now, err := g.lookup(ctx, c.NamespacedName, true)
+	done, err := g.opts.Claims.UnprepareOrphan(ctx, listed.ClaimUID, func(ctx context.Context, r checkpoint.Record) error {
+		now, err := g.lookup(ctx, r, true)
 		if err != nil {
 			return err
 		}
@@ -203,7 +197,7 @@ func (g *Collector) release(ctx context.Context, c kubeletplugin.NamespacedObjec
 		case r.BootID != g.opts.BootID:
 			return nil // no container survives the boot in which its claim was prepared
 		default:
-			return g.checkUnused(ctx, c.UID)
+			return g.checkUnused(ctx, r.ClaimUID)
 		}
 	})
 	inUse := new(keptError)
@@ -211,11 +205,11 @@ func (g *Collector) release(ctx context.Context, c kubeletplugin.NamespacedObjec
 	case errors.Is(err, errNotOrphaned):
 		return true
 	case errors.As(err, &inUse):
-		g.reportKept(ctx, c, why, inUse)
+		g.reportKept(ctx, listed, why, inUse)
 	case err != nil:
 		logger.Error(err, "Failed to release orphaned claim; retrying")
 	case done:
-		g.reportReleased(ctx, c, why)
+		g.reportReleased(ctx, listed, why)
 		return true
 	}
 	return false
@@ -235,38 +229,39 @@ func (g *Collector) checkUnused(ctx context.Context, uid types.UID) error {
 	return nil
 }
 
-// lookup returns the claim with this name, or nil if there is none. With latest it bypasses the API
-// server's cache.
-func (g *Collector) lookup(ctx context.Context, name types.NamespacedName, latest bool) (*resourceapi.ResourceClaim, error) {
+// lookup returns the claim that has the name in record r, or nil if there is none. With latest it
+// bypasses the API server's cache.
+func (g *Collector) lookup(ctx context.Context, r checkpoint.Record, latest bool) (*resourceapi.ResourceClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookupTimeout)
 	defer cancel()
 	options := metav1.GetOptions{}
 	if !latest {
 		options.ResourceVersion = "0"
 	}
-	claim, err := g.opts.Client.ResourceV1().ResourceClaims(name.Namespace).Get(ctx, name.Name, options)
+	claim, err := g.opts.Client.ResourceV1().ResourceClaims(r.Namespace).Get(ctx, r.Name, options)
 	if apierrors.IsNotFound(err) {
 		return nil, nil
 	}
 	return claim, err
 }
 
-func (g *Collector) reportReleased(ctx context.Context, c kubeletplugin.NamespacedObject, why string) {
+func (g *Collector) reportReleased(ctx context.Context, r checkpoint.Record, why string) {
 	g.opts.Wake()
-	klog.FromContext(ctx).Info("Released orphaned claim", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
+	klog.FromContext(ctx).Info("Released orphaned claim", "claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID, "reason", why)
 	g.opts.Reports.Repaired(prepare.Repair{
 		Kind: "abandoned-claim", What: "Released the devices of an orphaned claim (" + why + ")",
-		Object: c.String() + " (UID " + string(c.UID) + ")"})
+		Object: fmt.Sprintf("%s/%s (UID %s)", r.Namespace, r.Name, r.ClaimUID)})
 }
 
 // reportKept writes an Event about an orphaned claim whose devices the Collector must not release,
 // so that an operator acts. It writes one Event per reason.
-func (g *Collector) reportKept(ctx context.Context, c kubeletplugin.NamespacedObject, why string, kept *keptError) {
-	if g.keptReason[c.UID] == kept.reason {
+func (g *Collector) reportKept(ctx context.Context, r checkpoint.Record, why string, kept *keptError) {
+	if g.keptReason[r.ClaimUID] == kept.reason {
 		return
 	}
-	g.keptReason[c.UID] = kept.reason
+	g.keptReason[r.ClaimUID] = kept.reason
 	why += ", but " + kept.reason
-	klog.FromContext(ctx).Info("Kept devices of orphaned claim", "claim", c.NamespacedName, "claimUID", c.UID, "reason", why)
-	g.opts.Reports.Event(events.ClaimGone, fmt.Sprintf("Claim %s (UID %s): %s", c.NamespacedName, c.UID, why))
+	klog.FromContext(ctx).Info("Kept devices of orphaned claim",
+		"claim", klog.KRef(r.Namespace, r.Name), "claimUID", r.ClaimUID, "reason", why)
+	g.opts.Reports.Event(events.ClaimGone, fmt.Sprintf("Claim %s/%s (UID %s): %s", r.Namespace, r.Name, r.ClaimUID, why))
 }

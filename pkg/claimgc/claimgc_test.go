@@ -14,7 +14,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimgc"
@@ -49,19 +48,15 @@ func storedClaim(uid types.UID) *resourceapi.ResourceClaim {
 	return c
 }
 
-func (l *gcFixture) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
+func (l *gcFixture) PreparedClaims() ([]checkpoint.Record, error) {
 	if !l.held {
 		return nil, nil
 	}
-	return []kubeletplugin.NamespacedObject{{NamespacedName: types.NamespacedName{Namespace: "team", Name: "c"}, UID: gcClaimUID}}, nil
+	return []checkpoint.Record{l.record()}, nil
 }
 
 func (l *gcFixture) record() checkpoint.Record {
-	return checkpoint.Record{ClaimUID: gcClaimUID, BootID: l.boot}
-}
-
-func (l *gcFixture) Record(types.UID) (checkpoint.Record, bool, error) {
-	return l.record(), l.held, nil
+	return checkpoint.Record{ClaimUID: gcClaimUID, Namespace: "team", Name: "c", BootID: l.boot}
 }
 
 func (l *gcFixture) OrphanReason(r checkpoint.Record, now *resourceapi.ResourceClaim) string {

@@ -48,12 +48,12 @@ type statusFixture struct {
 // heldClaims is a list of prepared claims. Each of them has all the devices.
 type heldClaims struct {
 	mu      sync.Mutex
-	claims  []kubeletplugin.NamespacedObject
+	claims  []checkpoint.Record
 	devices []ledger.PreparedDevice
 	err     error // of the next look-up of devices
 }
 
-func (h *heldClaims) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) { return h.claims, nil }
+func (h *heldClaims) PreparedClaims() ([]checkpoint.Record, error) { return h.claims, nil }
 
 func (h *heldClaims) PreparedDevices(types.UID) ([]ledger.PreparedDevice, error) {
 	h.mu.Lock()
@@ -328,7 +328,7 @@ func TestStatusWriteIsRetriedIfRecordIsUnreadable(t *testing.T) {
 func TestStartWritesStatusOfPreparedClaims(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &statusFixture{T: t, client: fake.NewClientset(allocatedClaim("1"))}
-		w.claims = &heldClaims{claims: []kubeletplugin.NamespacedObject{claimObject("1")}, devices: bothDevices()}
+		w.claims = &heldClaims{claims: []checkpoint.Record{{Namespace: "user", Name: "claim", ClaimUID: "1"}}, devices: bothDevices()}
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		go New(w.client, noEvents, nil).Run(ctx, w.claims)

@@ -26,13 +26,14 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
 // Claims lists this node's prepared claims and their devices.
 type Claims interface {
-	PreparedClaims() ([]kubeletplugin.NamespacedObject, error)
+	PreparedClaims() ([]checkpoint.Record, error)
 	PreparedDevices(claim types.UID) ([]ledger.PreparedDevice, error)
 }
 

@@ -37,7 +37,8 @@ func (r *Reporter) Run(ctx context.Context, claims Claims) {
 		klog.FromContext(ctx).Error(err, "Failed to list prepared claims; their statuses may be out of date")
 	}
 	for _, c := range prepared {
-		r.enqueue(c)
+		name := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
+		r.enqueue(kubeletplugin.NamespacedObject{NamespacedName: name, UID: c.ClaimUID})
 	}
 	for {
 		c, ended := r.queue.Get()

@@ -18,7 +18,7 @@ import (
 // got the whole GPU, as findOversized found. For a claim that is prepared already, it returns "".
 // So the caller must call it before Prepare, which records the claim.
 func (r *requests) oversizedHint(found string, claim types.UID) string {
-	if record, known, err := r.preparer.Record(claim); err != nil || known && record.State == checkpoint.Prepared {
+	if record, known, err := r.preparer.Records.Load(claim); err != nil || known && record.State == checkpoint.Prepared {
 		return ""
 	}
 	if r.publisher.OffersFractions() {

@@ -23,23 +23,18 @@ func (p *process) collectClaims(ctx context.Context) error {
 		return err
 	}
 	var errs []error
-	for _, c := range claims {
-		r, found, err := p.Record(c.UID)
-		if err != nil || !found {
-			errs = append(errs, err)
-			continue
-		}
-		now, err := p.lookup(ctx, c.Name)
+	for _, r := range claims {
+		now, err := p.lookup(ctx, r.Name)
 		if err != nil || p.OrphanReason(r, now) == "" {
 			errs = append(errs, err)
 			continue
 		}
-		p.orphan = c.UID
+		p.orphan = r.ClaimUID
 		if err := p.foundGone(ctx); err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		done, err := p.UnprepareOrphan(ctx, c.UID, func(ctx context.Context, r checkpoint.Record) error {
+		done, err := p.UnprepareOrphan(ctx, r.ClaimUID, func(ctx context.Context, r checkpoint.Record) error {
 			now, err := p.lookup(ctx, r.Name)
 			if err == nil && (p.OrphanReason(r, now) == "" || p.world.isUsed(r)) {
 				err = errStillUsed
@@ -47,8 +42,8 @@ func (p *process) collectClaims(ctx context.Context) error {
 			return err
 		})
 		if done && !p.dead.Load() {
-			p.world.note("orphaned claim %s (UID %s) is unprepared", c.Name, c.UID)
-			p.world.checkUnprepared(c.UID)
+			p.world.note("orphaned claim %s (UID %s) is unprepared", r.Name, r.ClaimUID)
+			p.world.checkUnprepared(r.ClaimUID)
 		}
 		if !errors.Is(err, errStillUsed) {
 			errs = append(errs, err)

@@ -8,8 +8,6 @@ import (
 	"slices"
 	"strings"
 
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -110,15 +108,6 @@ func (l *Ledger) Usage() (Usage, error) {
 	}
 	h.GPUs = len(gpus)
 	return h, nil
-}
-
-// Record reads a claim's record. The record can be in any state.
-func (l *Ledger) Record(uid types.UID) (r checkpoint.Record, found bool, err error) {
-	r, found, err = l.records.Load(uid)
-	if err != nil {
-		return checkpoint.Record{}, found, cause.Wrap(cause.Record, err)
-	}
-	return r, found, nil
 }
 
 // InUse reports whether a claim uses the GPU or a part of it. An unreadable record that may name

@@ -72,7 +72,7 @@ func TestPreparedClaimsLeavesOutUnfinishedClaims(t *testing.T) {
 	n.save(t, "whole", checkpoint.Prepared, of(gpu0))
 	n.save(t, "unfinished", checkpoint.Preparing, of(gpu1))
 	claims, err := n.PreparedClaims()
-	if err != nil || len(claims) != 1 || claims[0].Name != "whole" || claims[0].UID != "uid-whole" {
+	if err != nil || len(claims) != 1 || claims[0].Name != "whole" || claims[0].ClaimUID != "uid-whole" {
 		t.Errorf("%v, %v", claims, err)
 	}
 }

@@ -1,8 +1,9 @@
 package ledger
 
 import (
+	"slices"
+
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -21,21 +22,14 @@ type PreparedDevice struct {
 	Compute  *device.ComputeInstance
 }
 
-// PreparedClaims lists the prepared claims. It leaves out claims with unreadable records.
-func (l *Ledger) PreparedClaims() ([]kubeletplugin.NamespacedObject, error) {
-	entries, err := l.records.List()
+// PreparedClaims returns the records of the prepared claims. It leaves out unreadable records:
+// their claims' devices are unknown, and Recover reports them.
+func (l *Ledger) PreparedClaims() ([]checkpoint.Record, error) {
+	records, err := l.records.Readable()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
-	var claims []kubeletplugin.NamespacedObject
-	for _, e := range entries {
-		// Skip a claim with an unreadable record: its devices are unknown, and Recover reports it.
-		if r, found, err := l.records.Load(e.ClaimUID); err == nil && found && r.State == checkpoint.Prepared {
-			claims = append(claims, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: r.Namespace, Name: r.Name},
-				UID: r.ClaimUID})
-		}
-	}
-	return claims, nil
+	return slices.DeleteFunc(records, func(r checkpoint.Record) bool { return r.State != checkpoint.Prepared }), nil
 }
 
 // PreparedDevices lists a claim's devices. The list is empty if the claim is not prepared.
@@ -60,15 +54,12 @@ type PreparedClaim struct {
 // ListPrepared lists the prepared claims with their devices. It leaves out claims with unreadable
 // records, and reads no hardware.
 func (l *Ledger) ListPrepared() ([]PreparedClaim, error) {
-	records, err := l.records.Readable()
+	records, err := l.PreparedClaims()
 	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
+		return nil, err
 	}
 	var claims []PreparedClaim
 	for _, r := range records {
-		if r.State != checkpoint.Prepared {
-			continue
-		}
 		if devices, err := l.devices(r); err == nil {
 			claims = append(claims, PreparedClaim{r, devices})
 		}
