@@ -2,7 +2,6 @@ package reconcile
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -273,7 +272,7 @@ func (rec *Reconciler) cleanUnreferenced(ctx context.Context, key string, unchan
 	if _, found, err := rec.node.Records.Holder(key); !unchanged(found, err) {
 		return nil
 	}
-	if named, err := rec.isReferenced(key); named || err != nil {
+	if sharing, err := steps.ClaimsSharing(rec.node.Records, key, nil); len(sharing) > 0 || err != nil {
 		return err
 	}
 	return clean(work)
@@ -311,27 +310,4 @@ func ownerOf(daemon string) (types.UID, bool) {
 		return "", false
 	}
 	return types.UID(daemon[:i]), true
-}
-
-// isReferenced reports whether a claim's record names the setting, partition or daemon with this
-// key. An unreadable record may name it, so it counts as one that does.
-func (rec *Reconciler) isReferenced(key string) (bool, error) {
-	entries, err := rec.node.Records.List()
-	if err != nil {
-		return false, cause.Wrap(cause.Record, err)
-	}
-	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		r, found, err := rec.node.Records.Load(e.ClaimUID)
-		return err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return references(s, key) })
-	}), nil
-}
-
-// references reports whether step, from a claim's record, is a shared setting, partition or daemon
-// with this key.
-func references(step checkpoint.Step, key string) bool {
-	if step.Kind != steps.SharedKind {
-		return false
-	}
-	s := &steps.Shared{}
-	return json.Unmarshal(step.Params, s) != nil || s.Key == key
 }

@@ -2,6 +2,7 @@ package steps
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"slices"
 	"strings"
@@ -10,7 +11,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
@@ -42,7 +42,7 @@ func (s *Shared) MaintainWithoutHolder(ctx context.Context, env *Env) error {
 // other claims that share the step by their records. If there is none, it resets the hardware to
 // its default.
 func (s *Shared) leaveUnreadable(ctx context.Context, env *Env, reason error) error {
-	others, err := claimsSharing(env.Records, s.Key, s.GPUs)
+	others, err := ClaimsSharing(env.Records, s.Key, s.GPUs)
 	if err != nil {
 		return err
 	}
@@ -68,36 +68,36 @@ func (s *Shared) leaveUnreadable(ctx context.Context, env *Env, reason error) er
 	return nil
 }
 
-// claimsSharing returns the claims on the GPUs whose records name the shared setting, partition or
-// daemon with this key. It includes claims with unreadable records, because they may share it too.
-func claimsSharing(records *checkpoint.Store, key string, gpus []string) ([]types.UID, error) {
+// ClaimsSharing returns the claims on the GPUs whose records name the shared setting, partition or
+// daemon with this key. Without GPUs it looks at all claims. It includes claims with unreadable
+// records, because they may share it too.
+func ClaimsSharing(records *checkpoint.Store, key string, gpus []string) ([]types.UID, error) {
 	entries, err := records.List()
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
+	isOnAny := func(d string) bool {
+		return slices.ContainsFunc(gpus, func(gpu string) bool { return d == gpu || strings.HasPrefix(d, gpu+"-") })
+	}
 	var uids []types.UID
 	for _, e := range entries {
-		if !e.Inexact() && !slices.ContainsFunc(e.Devices, func(d string) bool { return isOnAny(d, gpus) }) {
+		if len(gpus) > 0 && !e.Inexact() && !slices.ContainsFunc(e.Devices, isOnAny) {
 			continue
 		}
 		r, found, err := records.Load(e.ClaimUID)
-		if err == nil && !found {
-			continue
-		}
-		var steps []Step
-		if err == nil {
-			steps, err = Decode(r.Steps)
-		}
-		if err != nil || slices.ContainsFunc(Of[*Shared](steps), func(s *Shared) bool { return s.Key == key }) {
+		if err != nil || found && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return references(s, key) }) {
 			uids = append(uids, e.ClaimUID)
 		}
 	}
 	return uids, nil
 }
 
-func isOnAny(deviceName string, gpus []string) bool {
-	name, known := device.ParseName(deviceName)
-	return slices.ContainsFunc(gpus, func(gpu string) bool {
-		return known && name.GPU == gpu || !known && (deviceName == gpu || strings.HasPrefix(deviceName, gpu+"-"))
-	})
+// references reports whether step, from a claim's record, is a shared setting, partition or daemon
+// with this key.
+func references(step checkpoint.Step, key string) bool {
+	if step.Kind != SharedKind {
+		return false
+	}
+	s := &Shared{}
+	return json.Unmarshal(step.Params, s) != nil || s.Key == key
 }
