@@ -10,7 +10,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -105,14 +104,4 @@ func equalData(a, b *runtime.RawExtension) bool {
 		return false
 	}
 	return equality.Semantic.DeepEqual(x, y)
-}
-
-// applyConfiguration converts the status entry e to the type that server-side apply takes. Both
-// have the same JSON.
-func applyConfiguration(e resourceapi.AllocatedDeviceStatus) (a *resourceapply.AllocatedDeviceStatusApplyConfiguration, err error) {
-	raw, err := json.Marshal(e)
-	if err == nil {
-		err = json.Unmarshal(raw, &a)
-	}
-	return a, err
 }

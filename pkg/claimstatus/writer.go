@@ -2,6 +2,7 @@ package claimstatus
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"slices"
 	"time"
@@ -10,9 +11,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	resourceapply "k8s.io/client-go/applyconfigurations/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
@@ -99,18 +100,18 @@ func (r *Reporter) write(ctx context.Context, claims Claims, c kubeletplugin.Nam
 	if err != nil || !changed {
 		return err
 	}
-	status := resourceapply.ResourceClaimStatus()
-	for _, e := range entries {
-		applied, err := applyConfiguration(e)
-		if err != nil {
-			return fmt.Errorf("encode the status of device %s: %w", e.Device, err)
-		}
-		status.WithDevices(applied)
+	patch, err := json.Marshal(map[string]any{
+		"apiVersion": resourceapi.SchemeGroupVersion.String(), "kind": "ResourceClaim",
+		// The UID makes the API server refuse the write if the claim was deleted and a new claim has its
+		// name.
+		"metadata": map[string]any{"name": c.Name, "namespace": c.Namespace, "uid": c.UID},
+		"status":   map[string]any{"devices": entries},
+	})
+	if err != nil {
+		return fmt.Errorf("encode status.devices: %w", err)
 	}
-	// The UID makes the API server refuse the write if the claim was deleted and a new claim has its
-	// name.
-	apply := resourceapply.ResourceClaim(c.Name, c.Namespace).WithUID(c.UID).WithStatus(status)
-	_, err = api.ApplyStatus(ctx, apply, metav1.ApplyOptions{FieldManager: device.DriverName, Force: true})
+	options := metav1.PatchOptions{FieldManager: device.DriverName, Force: ptr.To(true)}
+	_, err = api.Patch(ctx, c.Name, types.ApplyPatchType, patch, options, "status")
 	if err != nil && !apierrors.IsNotFound(err) {
 		return fmt.Errorf("apply status.devices: %w", err)
 	}
