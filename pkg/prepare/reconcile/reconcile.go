@@ -71,7 +71,7 @@ func (rec *Reconciler) Reconcile(ctx context.Context) error {
 	}
 	rec.observer.Comparing()
 	var all parallel
-	pass := steps.NewPass()
+	pass := new(steps.Pass)
 	errs := make([]error, len(entries))
 	for i, e := range entries {
 		all.start(func() error {

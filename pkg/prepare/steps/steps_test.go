@@ -72,7 +72,7 @@ func TestPriorInstanceIsNotTakenForOurs(t *testing.T) {
 // Reconcile may examine an MPS daemon before it recreates the partition that the daemon serves.
 // Recreating resets the pass, and after that the daemon must be examined again.
 func TestPassRunsWorkAgainAfterReset(t *testing.T) {
-	pass := NewPass()
+	pass := new(Pass)
 	n := 0
 	ask := func() error { n++; return nil }
 	for range 2 {
