@@ -153,18 +153,14 @@ func (a *Access) trackHanging(err error) {
 }
 
 // hangingProcesses returns the hanging processes that err names.
-func hangingProcesses(err error) []*nvidia.HangingError {
+func hangingProcesses(err error) (hanging []*nvidia.HangingError) {
 	var several interface{ Unwrap() []error }
-	var one *nvidia.HangingError
-	switch {
-	case errors.As(err, &several):
-		var all []*nvidia.HangingError
+	if errors.As(err, &several) {
 		for _, e := range several.Unwrap() {
-			all = append(all, hangingProcesses(e)...)
+			hanging = append(hanging, hangingProcesses(e)...)
 		}
-		return all
-	case errors.As(err, &one):
-		return []*nvidia.HangingError{one}
+	} else if one, ok := errors.AsType[*nvidia.HangingError](err); ok {
+		hanging = append(hanging, one)
 	}
-	return nil
+	return hanging
 }

@@ -31,18 +31,14 @@ func Retryable(err error) error {
 
 // LostDevices returns the [prepare.LostError]s in err, which [Reconciler.Reconcile] or
 // [Reconciler.RepairClaimSpec] returned.
-func LostDevices(err error) []*prepare.LostError {
+func LostDevices(err error) (lost []*prepare.LostError) {
 	var joined interface{ Unwrap() []error }
-	var one *prepare.LostError
-	switch {
-	case errors.As(err, &joined):
-		var lost []*prepare.LostError
+	if errors.As(err, &joined) {
 		for _, e := range joined.Unwrap() {
 			lost = append(lost, LostDevices(e)...)
 		}
-		return lost
-	case errors.As(err, &one):
-		return []*prepare.LostError{one}
+	} else if one, ok := errors.AsType[*prepare.LostError](err); ok {
+		lost = append(lost, one)
 	}
-	return nil
+	return lost
 }
