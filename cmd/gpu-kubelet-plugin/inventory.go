@@ -106,14 +106,13 @@ const notChecked = `Not checked here:
 The plugin on this node reports all of these at /readyz (of its Pod's --http-address) and in Events (kubectl describe node).
 `
 
-// recordsOf opens the plugin's checkpoint records of the claims on this node. It returns an error
-// if there are none, because it creates no directory.
+// recordsOf returns the plugin's checkpoint records of the claims on this node. It creates nothing,
+// and returns an error if there is no directory of records.
 func recordsOf(cfg *config.Config) (preview.Records, error) {
-	records, err := checkpoint.Open(cfg.StateDir(), durable.ReadOnly{})
-	if errors.Is(err, fs.ErrNotExist) {
+	records := checkpoint.At(cfg.StateDir(), durable.OS{})
+	if _, err := records.List(); errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("no records in %s (--plugin-dir)", cfg.StateDir())
-	}
-	if err != nil {
+	} else if err != nil {
 		return nil, err
 	}
 	bootID, err := durable.BootID(cfg.ProcRoot)

@@ -53,12 +53,17 @@ type Store struct {
 	holders    string
 }
 
-// Open creates the store's directories in dir, if they are missing.
-func Open(dir string, disk durable.FS) (*Store, error) {
-	s := &Store{
+// At returns the store in dir for a caller that only reads. It creates no directories.
+func At(dir string, disk durable.FS) *Store {
+	return &Store{
 		disk: disk, claims: filepath.Join(dir, "claims"),
 		quarantine: filepath.Join(dir, "quarantine"), marks: filepath.Join(dir, "mig"), holders: filepath.Join(dir, "holders"),
 	}
+}
+
+// Open creates the store's directories in dir, if they are missing.
+func Open(dir string, disk durable.FS) (*Store, error) {
+	s := At(dir, disk)
 	for _, d := range []string{dir, s.claims, s.quarantine, s.marks, s.holders} {
 		if err := durable.MakeDir(disk, d); err != nil {
 			return nil, fmt.Errorf("open the store of records: %w", err)
