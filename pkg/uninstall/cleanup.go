@@ -191,7 +191,7 @@ func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
 }
 
 // removePluginDir removes the driver's files in the plugin directory, and the directory itself if
-// it is empty then. Otherwise it returns the paths of the files that are left.
+// it is empty then. Otherwise it returns the paths of what is left in it.
 func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 	errs := []error{os.RemoveAll(stateDir)}
 	// A plugin process that was killed while it wrote its request for the leader lock leaves a
@@ -210,22 +210,12 @@ func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 	if err := errors.Join(errs...); err != nil {
 		return nil, err // left would contain the driver's own files
 	}
-	return listBelow(pluginDir)
-}
-
-// listBelow lists the files and directories below dir. A missing dir counts as empty.
-func listBelow(dir string) (paths []string, err error) {
-	err = filepath.WalkDir(dir, func(path string, _ fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return fmt.Errorf("list what is left in %s: %w", dir, err)
-		}
-		if path != dir {
-			paths = append(paths, path)
-		}
-		return nil
-	})
-	return paths, err
+	entries, err := os.ReadDir(pluginDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("list what is left: %w", err)
+	}
+	for _, e := range entries {
+		left = append(left, filepath.Join(pluginDir, e.Name()))
+	}
+	return left, nil
 }
