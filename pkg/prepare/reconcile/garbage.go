@@ -36,20 +36,20 @@ func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	var all parallel
+	var all []func() error
 	for _, key := range keys {
 		h, found, err := rec.node.Records.Holder(key)
 		if isUnreadable(found, err) {
-			all.start(func() error { return rec.quarantineHolder(ctx, key, err) })
+			all = append(all, func() error { return rec.quarantineHolder(ctx, key, err) })
 			continue
 		}
 		if err == nil && found && len(h.Claims) == 0 {
-			all.start(func() error { return rec.finishUndo(ctx, key) })
+			all = append(all, func() error { return rec.finishUndo(ctx, key) })
 		}
 	}
-	all.start(func() error { return rec.stopLeftoverDaemons(ctx) })
-	all.start(func() error { return rec.removeUnfinishedHolders(ctx, keys) })
-	return all.wait()
+	all = append(all, func() error { return rec.stopLeftoverDaemons(ctx) },
+		func() error { return rec.removeUnfinishedHolders(ctx, keys) })
+	return inParallel(all)
 }
 
 // collectRecordless cleans up after claims that have no record. It removes their CDI specs and
@@ -64,13 +64,13 @@ func (rec *Reconciler) collectRecordless(ctx context.Context) error {
 	sharing, sharingErr := rec.claimsInHolders()
 	uids := slices.Concat(traced, sharing)
 	slices.Sort(uids)
-	var all parallel
+	var all []func() error
 	for _, uid := range slices.Compact(uids) {
 		if !hasRecord(entries, uid) {
-			all.start(func() error { return rec.removeRecordless(ctx, uid) })
+			all = append(all, func() error { return rec.removeRecordless(ctx, uid) })
 		}
 	}
-	return errors.Join(tracesErr, sharingErr, all.wait())
+	return errors.Join(tracesErr, sharingErr, inParallel(all))
 }
 
 // claimsInHolders returns the claims that share a setting, daemon or partition, according to the
@@ -203,13 +203,13 @@ func (rec *Reconciler) removeUnfinishedHolders(ctx context.Context, there []stri
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	var all parallel
+	var all []func() error
 	for _, key := range keys {
 		if !slices.Contains(there, key) {
-			all.start(func() error { return rec.removeUnfinishedHolder(ctx, key) })
+			all = append(all, func() error { return rec.removeUnfinishedHolder(ctx, key) })
 		}
 	}
-	return all.wait()
+	return inParallel(all)
 }
 
 func (rec *Reconciler) removeUnfinishedHolder(ctx context.Context, key string) error {
@@ -238,13 +238,13 @@ func (rec *Reconciler) stopLeftoverDaemons(ctx context.Context) error {
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	var all parallel
+	var all []func() error
 	for _, s := range running {
 		if id := s.Daemon.ID; !slices.Contains(keys, steps.SharedKey(id, steps.MPSDaemonKind)) {
-			all.start(func() error { return rec.stopLeftoverDaemon(ctx, id) })
+			all = append(all, func() error { return rec.stopLeftoverDaemon(ctx, id) })
 		}
 	}
-	return all.wait()
+	return inParallel(all)
 }
 
 func (rec *Reconciler) stopLeftoverDaemon(ctx context.Context, id string) error {

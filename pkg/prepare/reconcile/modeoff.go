@@ -58,23 +58,23 @@ func (rec *Reconciler) yieldModeToAdmin(gpu string, instances []device.Instance)
 // clearStaleMarks removes the marks "this driver enabled MIG mode" of GPUs whose MIG mode is off.
 // If an admin enabled the mode next, the mark would let the driver disable it.
 func (rec *Reconciler) clearStaleMarks(ctx context.Context) error {
-	var all parallel
+	var all []func() error
 	for _, g := range rec.node.Hardware.Snapshot().Node.GPUs {
 		if g.MIG == nil || g.MIG.Enabled {
 			continue
 		}
 		name := g.WholeName()
 		if _, marked, err := rec.node.Records.Marked(name); err != nil {
-			all.start(func() error { return cause.Wrap(cause.Record, err) })
+			all = append(all, func() error { return cause.Wrap(cause.Record, err) })
 		} else if marked {
 			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
 			// mark only if MIG mode is off.
-			all.start(func() error {
+			all = append(all, func() error {
 				return rec.runWhileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
 			})
 		}
 	}
-	return all.wait()
+	return inParallel(all)
 }
 
 // runWhileIdle calls work with the state of the GPU, if its MIG mode is on. It does nothing while a

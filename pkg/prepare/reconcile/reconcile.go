@@ -70,18 +70,17 @@ func (rec *Reconciler) Reconcile(ctx context.Context) error {
 		return cause.Wrap(cause.Record, err)
 	}
 	rec.observer.Comparing()
-	var all parallel
+	var all []func() error
 	pass := new(steps.Pass)
 	errs := make([]error, len(entries))
 	for i, e := range entries {
-		all.start(func() error {
+		all = append(all, func() error {
 			errs[i] = rec.reconcileClaim(ctx, pass, e.ClaimUID)
 			return nil
 		})
 	}
-	all.start(func() error { return rec.collectGarbage(ctx) })
-	all.start(func() error { return rec.clearStaleMarks(ctx) })
-	err = all.wait()
+	all = append(all, func() error { return rec.collectGarbage(ctx) }, func() error { return rec.clearStaleMarks(ctx) })
+	err = inParallel(all)
 	var lost []*prepare.LostError
 	unclear := map[types.UID]bool{}
 	for i, e := range entries {
