@@ -12,7 +12,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish/leader"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
 
 // codeBaseSpec is the code of the condition that baseSpec reports.
@@ -24,15 +23,13 @@ type baseSpec struct {
 	node *nodeview.Node
 	// leader knows whether a newer plugin instance leads. That one maintains the files that exist once
 	// per node: this spec and the CDI hook.
-	leader     *leader.Lock
-	hardware   *quiesce.Access
-	specs      *cdi.Store
-	reconciler *reconciler.Reconciler
-	paths      nvidia.Paths
-	charDir    string // the host's /dev/char, or empty to make no links there
+	leader   *leader.Lock
+	hardware *quiesce.Access
+	specs    *cdi.Store
+	paths    nvidia.Paths
+	charDir  string // the host's /dev/char, or empty to make no links there
 
-	files      string // the fingerprint of the device nodes at the last write
-	renumbered bool   // the CDI specs of prepared claims may have old device numbers
+	files string // the fingerprint of the device nodes at the last write
 }
 
 // Source implements [nodeview.Check].
@@ -46,8 +43,8 @@ func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
 	if !ok || !s.Ready || b.leader.NewerLeads() {
 		return nil, true // another condition says why the spec is not written
 	}
-	write, changed := b.specs.WriteBase, s.Files != b.files
-	if changed {
+	write := b.specs.WriteBase
+	if s.Files != b.files {
 		write = b.specs.RewriteBase
 	}
 	if err := write(s.Node.Common); err != nil {
@@ -62,14 +59,6 @@ func (b *baseSpec) Look(ctx context.Context) (*nodeview.Condition, bool) {
 				"containers may lose their GPU when systemd reloads its units")
 		}
 	}
-	b.files, b.renumbered = s.Files, b.reconciler.TakeUncheckedSpecs() || changed
+	b.files = s.Files
 	return nil, true
-}
-
-// takeRenumbered reports whether the CDI specs of prepared claims must be checked, because the
-// device nodes were created again. The next call returns false.
-func (b *baseSpec) takeRenumbered() bool {
-	was := b.renumbered
-	b.renumbered = false
-	return was
 }

@@ -29,7 +29,6 @@ const (
 type hostWatch struct {
 	node       *nodeview.Node
 	checks     []nodeview.Check
-	baseSpec   *baseSpec // one of the checks
 	leader     *leader.Lock
 	reconciler *reconciler.Reconciler
 	events     *events.Recorder
@@ -64,9 +63,6 @@ func (h *hostWatch) Run(ctx context.Context) {
 		if now := h.checkBasis(v); !time.Now().Before(next) || !reflect.DeepEqual(now, known) {
 			h.Check(ctx)
 			known, checkedAt = now, time.Now()
-			if h.baseSpec.takeRenumbered() {
-				h.repairSpecs(ctx)
-			}
 			continue
 		}
 		h.report(ctx, v)
@@ -78,7 +74,9 @@ func (h *hostWatch) Run(ctx context.Context) {
 		case <-h.leader.LeadsAgain():
 			// A newer plugin instance has ended. It may have left files broken, and while the leader lock
 			// passed from one to the other, neither of them repaired CDI specs.
-			h.repairSpecs(ctx)
+			if err := h.reconciler.RepairSpecs(ctx); err != nil {
+				klog.FromContext(ctx).Error(err, "Failed to restore the CDI specs of prepared claims")
+			}
 			checkedAt = time.Time{}
 		}
 	}
@@ -98,13 +96,8 @@ func (h *hostWatch) checkBasis(v *nodeview.View) checkBasis {
 	return checkBasis{v.Inventory, others}
 }
 
-func (h *hostWatch) repairSpecs(ctx context.Context) {
-	if err := h.reconciler.RepairSpecs(ctx); err != nil {
-		klog.FromContext(ctx).Error(err, "Failed to restore the CDI specs of prepared claims")
-	}
-}
-
-// report reports what has changed since the last report, and wakes reconciliation.
+// report reports what has changed since the last report, and wakes reconciliation. That also
+// renews the CDI specs of prepared claims after their device nodes were created again.
 func (h *hostWatch) report(ctx context.Context, v *nodeview.View) {
 	s, gpus := v.Preparable, len(v.Inventory.Node.GPUs)
 	h.metrics.Inventory(s.Ready, gpus)

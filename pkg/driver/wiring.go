@@ -192,7 +192,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},
 	}
 	base := &baseSpec{
-		node: node, leader: lead, hardware: access, specs: specs, reconciler: reconciling,
+		node: node, leader: lead, hardware: access, specs: specs,
 		paths: Paths(cfg), charDir: cfg.DevCharDir,
 	}
 	host := &hostWatch{
@@ -201,7 +201,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
 			base,
 		},
-		node: node, baseSpec: base, leader: lead, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
+		node: node, leader: lead, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
 	}
 	return &Driver{
 		requests: &requests{

@@ -90,9 +90,8 @@ type Reconciler struct {
 	// at most once and never gives the same claim to two goroutines.
 	specs workqueue.TypedInterface[types.UID]
 	// unrecovered is true if the GPUs were released at the start, so that the calls that an earlier
-	// process did not finish are still unfinished. specsUnchecked is true if CDI specs were not
-	// repaired for the same reason.
-	unrecovered, specsUnchecked atomic.Bool
+	// process did not finish are still unfinished.
+	unrecovered atomic.Bool
 }
 
 // New returns a Reconciler that works while Run and RunSpecRepairs run.

@@ -28,8 +28,7 @@ func (r *Reconciler) RepairSpecs(ctx context.Context) error {
 	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
-		r.specsUnchecked.Store(true) // repairs may need the hardware, so do them after the release
-		return nil
+		return nil // the reconciliation after the release writes the specs
 	}
 	var err error
 	if s := r.opts.Inventory.Snapshot(); s.Ready {
@@ -69,7 +68,6 @@ func (r *Reconciler) repairClaimSpec(ctx context.Context, uid types.UID) {
 	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
-		r.specsUnchecked.Store(true)
 		return
 	}
 	if err := r.opts.Claims.RepairClaimSpec(ctx, uid); err != nil && ctx.Err() == nil {
@@ -77,10 +75,6 @@ func (r *Reconciler) repairClaimSpec(ctx context.Context, uid types.UID) {
 		r.Wake()
 	}
 }
-
-// TakeUncheckedSpecs reports whether CDI specs were not repaired because the GPUs were released.
-// The caller must then call RepairSpecs: the next call of TakeUncheckedSpecs returns false.
-func (r *Reconciler) TakeUncheckedSpecs() bool { return r.specsUnchecked.Swap(false) }
 
 // ReportRepairedSpecs reports that CDI specs with these names were restored.
 func (r *Reconciler) ReportRepairedSpecs(ctx context.Context, specs []string) {
