@@ -45,6 +45,13 @@ func Hide(nodes []string, f func()) {
 		defer close(done)
 		if len(nodes) > 0 {
 			runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+			if unix.Gettid() == os.Getpid() {
+				// The main thread does not end, and `kubectl exec` enters its namespaces. While this goroutine
+				// has it, Go gives another goroutine another thread.
+				defer runtime.UnlockOSThread()
+				Hide(nodes, f)
+				return
+			}
 			_ = hide(nodes)
 		}
 		f()
