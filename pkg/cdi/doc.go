@@ -8,9 +8,8 @@
 // restart.
 //
 // Promises: the CDI library has validated a spec before it is written. A reader sees the old file
-// or the new one, never a part. An unchanged spec is not rewritten. [Store.Watch] notices within
-// two seconds when another program removes or changes a spec.
+// or the new one, never a part. An unchanged spec is not rewritten.
 //
-// The package does not interpret edits and does not know which claims exist. [Store.Watch] calls
-// back to have a lost spec written again.
+// The package does not interpret edits and does not know which claims exist. Package reconciler
+// looks for specs that another program removed or changed.
 package cdi

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -41,6 +42,8 @@ const (
 	// ofClaim is the suffix of the temporary file of a claim's spec. It is fixed, because calls for
 	// one claim run one after another in all processes.
 	ofClaim = temporary + "claim"
+	// staleAge is the age at which a temporary file counts as left by a killed process.
+	staleAge = time.Minute
 )
 
 // Store manages the driver's specs in the CDI directory. It is safe for concurrent use. Callers
@@ -51,19 +54,14 @@ type Store struct {
 	// instances may write that spec at once.
 	ofBase string
 
-	mu sync.Mutex // guards the files too, so that Watch never sees a half-done change of this Store
-	// known is each file as this Store last wrote it, or as it read it when another plugin instance
-	// wrote it. Watch compares it with the disk to detect changes by other programs.
-	known map[string][]byte
-	// damaged are the files that another program removed or changed, until they are written again.
-	damaged map[string]bool
-	// repaired are the damaged files that were written again, until Watch reports them.
-	repaired []string
+	mu sync.Mutex // guards the files too, because all writes of the base spec use one temporary file
+	// wroteBase is true once this Store has written the base spec, or found it as it should be.
+	wroteBase bool
 }
 
 // NewStore keeps specs in root, a directory that the container runtime reads, such as /var/run/cdi.
 func NewStore(root string) *Store {
-	return &Store{root: root, ofBase: temporary + rand.Text(), known: map[string][]byte{}, damaged: map[string]bool{}}
+	return &Store{root: root, ofBase: temporary + rand.Text()}
 }
 
 // ClaimDeviceName returns the name of a claim's device within the claim's spec: <claim
@@ -89,8 +87,10 @@ func (s *Store) WriteBase(edits specs.ContainerEdits) error {
 
 // RewriteBase writes the base spec even if it is unchanged. Container runtimes cache the device
 // numbers that they read at the first injection, until a file in the CDI directory changes. So a
-// caller that finds changed device nodes must call RewriteBase.
+// caller that finds changed device nodes must call RewriteBase. A plugin does so at its start, and
+// RewriteBase removes the temporary files that an earlier one left.
 func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
+	s.sweep()
 	return s.write(baseFile, s.ofBase, baseSpec(edits), true)
 }
 
@@ -179,6 +179,23 @@ func (s *Store) Claims() ([]types.UID, error) {
 	return slices.Compact(uids), nil
 }
 
+// Missing returns the names of the specs that are not in the CDI directory: those of these claims,
+// and the base spec if this Store has written it.
+func (s *Store) Missing(claims []types.UID) (names []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.wroteBase {
+		names = append(names, baseFile)
+	}
+	for _, uid := range claims {
+		names = append(names, claimPrefix+string(uid)+suffix)
+	}
+	return slices.DeleteFunc(names, func(name string) bool {
+		_, err := os.Stat(filepath.Join(s.root, name))
+		return !errors.Is(err, fs.ErrNotExist)
+	})
+}
+
 // claimFile returns the file name of a claim's spec. It rejects a UID that would lead out of the
 // directory, although the API server creates no such UID.
 func claimFile(uid types.UID) (string, error) {
@@ -199,9 +216,7 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	path := filepath.Join(s.root, name)
-	on, err := os.ReadFile(path)
-	differs := err != nil || !bytes.Equal(on, data)
-	if differs || always {
+	if on, err := os.ReadFile(path); err != nil || always || !bytes.Equal(on, data) {
 		if err := check(data); err != nil {
 			return fmt.Errorf("CDI spec %s: %w", name, err)
 		}
@@ -212,11 +227,7 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 			return fmt.Errorf("write CDI spec: %w", err)
 		}
 	}
-	s.known[name] = data
-	if s.damaged[name] && differs {
-		s.repaired = append(s.repaired, name)
-	}
-	delete(s.damaged, name)
+	s.wroteBase = s.wroteBase || name == baseFile
 	return nil
 }
 
@@ -224,14 +235,23 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 func (s *Store) remove(name string, temporaries ...string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	delete(s.known, name)
-	delete(s.damaged, name)
 	for _, path := range append(temporaries, filepath.Join(s.root, name)) {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove CDI spec: %w", err)
 		}
 	}
 	return nil
+}
+
+// sweep removes temporary files that killed processes left. It spares young files, because another
+// plugin instance may be writing them.
+func (s *Store) sweep() {
+	left, _ := filepath.Glob(filepath.Join(s.root, "."+Vendor+"-*"+suffix+temporary+"*"))
+	for _, path := range left {
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > staleAge {
+			_ = os.Remove(path)
+		}
+	}
 }
 
 // encode sets the lowest CDI version that the spec's content allows, because older runtimes refuse

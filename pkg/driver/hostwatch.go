@@ -74,9 +74,7 @@ func (h *hostWatch) Run(ctx context.Context) {
 		case <-h.leader.LeadsAgain():
 			// A newer plugin instance has ended. It may have left files broken, and while the leader lock
 			// passed from one to the other, neither of them repaired CDI specs.
-			if err := h.reconciler.RepairSpecs(ctx); err != nil {
-				klog.FromContext(ctx).Error(err, "Failed to restore the CDI specs of prepared claims")
-			}
+			h.reconciler.Wake()
 			checkedAt = time.Time{}
 		}
 	}

@@ -158,9 +158,9 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
 	}
 	reconciling := reconciler.New(reconciler.Options{
-		StateDir: cfg.StateDir(), NewerLeads: lead.NewerLeads,
-		Claims: claims, Use: access.Use, Inventory: inv, Layouts: publisher,
-		ReportDaemons: daemons.Report, WriteBase: specs.WriteBase, Repaired: toAdmins.Repaired,
+		StateDir: cfg.StateDir(), BootID: state.bootID, NewerLeads: lead.NewerLeads,
+		Claims: claims, Specs: specs, Use: access.Use, Inventory: inv, Layouts: publisher,
+		ReportDaemons: daemons.Report, Repaired: toAdmins.Repaired,
 	})
 	collector := claimgc.New(claimgc.Options{
 		Grace: cfg.ClaimGrace, BootID: state.bootID, Client: parts.StatusClient, NewerLeads: lead.NewerLeads,
@@ -221,9 +221,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 				return scan.Foreign(Paths(cfg), minors)
 			}}.Run),
 			endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }),
-			endless(reconciling.Run), endless(reconciling.RunSpecRepairs), endless(collector.Run),
+			endless(reconciling.Run), endless(collector.Run),
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
-			endless(func(ctx context.Context) { specs.Watch(ctx, reconciling.RepairSpecs, reconciling.ReportRepairedSpecs) }),
 			publisher.Run,
 		},
 		cleaner: uninstall.NewCleaner(uninstall.Options{

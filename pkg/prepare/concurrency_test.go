@@ -144,7 +144,7 @@ func TestConcurrentSharing(t *testing.T) {
 				case <-stop:
 					return
 				default: // errors during a transition are transient
-					_ = errors.Join(p.RepairAllSpecs(t.Context()), p.Reconcile(t.Context()))
+					_ = p.Reconcile(t.Context())
 				}
 			}
 		})

@@ -5,7 +5,6 @@ package prepare_test
 
 import (
 	"strings"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,7 +13,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -27,7 +25,7 @@ func TestSpecNamesNewDeviceNodeAfterDriverReload(t *testing.T) {
 		t.Fatal(w.specs.of("uid-a"))
 	}
 	w.snapshot.Node.GPUs = []nvidia.GPU{newGPU("0000:1c:00.0", "GPU-1", "/dev/nvidia0")}
-	if err := w.plugin(t).RepairAllSpecs(t.Context()); err != nil {
+	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") || strings.Contains(spec, "/dev/nvidia1") {
@@ -37,7 +35,7 @@ func TestSpecNamesNewDeviceNodeAfterDriverReload(t *testing.T) {
 	// inventory lacks the card.
 	w.specs.clear()
 	w.snapshot.Node.GPUs = nil
-	if err := w.plugin(t).RepairAllSpecs(t.Context()); err != nil {
+	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") {
@@ -63,7 +61,7 @@ func TestRecordedSpecHasCurrentNumbers(t *testing.T) {
 	}
 	monitor = &specs.DeviceNode{Path: "/dev/monitor", Type: "c", Major: 507, Minor: 2}
 	w.snapshot.Node.GPUs = nil
-	if err := plugin().RepairAllSpecs(t.Context()); err != nil {
+	if err := plugin().Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-a"); strings.Contains(spec, "511") || !strings.Contains(spec, "507") {
@@ -85,7 +83,7 @@ func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
 		}
 		w.specs.clear()
 		h.takeCalls()
-		if err := p.RepairAllSpecs(t.Context()); err != nil {
+		if err := p.Reconcile(t.Context()); err != nil {
 			t.Error(err)
 		}
 		if w.specs.of("uid-c") != spec || seen == (len(h.takeCalls()) > 0) {
@@ -95,14 +93,14 @@ func TestMissingSpecOfPartitionIsRestored(t *testing.T) {
 	// Now the partition called "neighbor" is lost, so the repair must recreate it.
 	h.of(t, gpu1).RemoveInstances()
 	w.scan()
-	if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") == "" {
+	if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") == "" {
 		t.Errorf("%v, %s", err, w.specs.of("uid-c"))
 	}
 	w.scan()
 	checkRecordsMatchHardware(t, w, h, p, nil)
 }
 
-func TestPermanentErrorsAreNotRetryable(t *testing.T) {
+func TestBrokenClaimHindersNoOtherSpecRepair(t *testing.T) {
 	bad := newClaim("bad", allocated("r", gpu0))
 	whole := func(t *testing.T, w *world) { t.Helper(); mustPrepare(t, w.plugin(t), bad) }
 	takes := func(list func(before []checkpoint.Step) []checkpoint.Step) func(t *testing.T, w *world) {
@@ -156,12 +154,9 @@ func TestPermanentErrorsAreNotRetryable(t *testing.T) {
 			p := w.plugin(t)
 			mustPrepare(t, p, newClaim("good", allocated("r", gpu1)))
 			w.specs.clear()
-			if err := p.RepairAllSpecs(t.Context()); err == nil || reconcile.Retryable(err) != nil || w.specs.of("uid-good") == "" {
-				t.Errorf("the other claim's spec is %q; %v", w.specs.of("uid-good"), err)
-			}
-			w.disk.FailAt(1, syscall.ENOSPC)
-			if err := p.RepairAllSpecs(t.Context()); reconcile.Retryable(err) == nil {
-				t.Errorf("a full disk is not retryable: %v", err)
+			_ = p.Reconcile(t.Context()) // other tests expect its error
+			if w.specs.of("uid-good") == "" {
+				t.Error("the other claim has no spec")
 			}
 		})
 	}
@@ -178,8 +173,8 @@ func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
 				t.Error("an idle claim has no spec yet")
 			}
 		}()
-		if err := p.RepairAllSpecs(t.Context()); err == nil {
-			t.Error("no error was reported")
+		if err := p.Reconcile(t.Context()); err != nil {
+			t.Error(err)
 		}
 		if took := time.Since(start); took > recoverWait+time.Second {
 			t.Errorf("took %s", took)
@@ -195,8 +190,34 @@ func TestSlowReadOutlivesClaimLockWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
 		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, 3 * recoverWait} })
-		if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
+		if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
 			t.Errorf("the spec is %q: %v", w.specs.of("uid-c"), err)
+		}
+	})
+}
+
+// While a GPU hangs, the repair of a claim on it waits for the deadline. The test expects that the
+// claim of another GPU has its spec at once.
+func TestHungGPUDelaysNoOtherSpecRepair(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	mustPrepare(t, w.plugin(t), newClaim("hung", allocated("r", small0)))
+	mustPrepare(t, w.plugin(t), newClaim("other", allocated("r", gpu1)))
+	w.specs.clear() // without w.scan the inventory lacks the new partition, so the repair reads gpu0
+	synctest.Test(t, func(t *testing.T) {
+		p := w.plugin(t)
+		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, time.Hour} })
+		ended := make(chan error, 1)
+		go func() { ended <- p.Reconcile(t.Context()) }()
+		synctest.Wait()
+		if w.specs.of("uid-other") == nothing || w.specs.of("uid-hung") != nothing {
+			t.Errorf("the specs are %q and %q", w.specs.of("uid-other"), w.specs.of("uid-hung"))
+		}
+		if len(ended) > 0 {
+			t.Error("the repair did not wait for the hung GPU")
+		}
+		if err := <-ended; err == nil {
+			t.Error("no error was reported")
 		}
 	})
 }

@@ -134,7 +134,6 @@ func FuzzStepsOnRecord(f *testing.F) {
 		ctx := t.Context()
 		_ = p.Recover(ctx)
 		_ = p.Reconcile(ctx)
-		_ = p.RepairAllSpecs(ctx)
 		_, _ = p.PreparedDevices(r.ClaimUID)
 		_, _ = p.AllocatedDevices()
 		_, _ = p.Prepare(ctx, newClaim("c", allocated("r", gpu0)))

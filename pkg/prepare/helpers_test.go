@@ -241,21 +241,6 @@ func (p *plugin) with(change func(*steps.Node)) {
 	p.Transaction = preparetest.New(p.options)
 }
 
-// RepairAllSpecs calls RepairSpecs, and then RepairClaimSpec for the claims that RepairSpecs left.
-// Package driver does the same.
-func (p *plugin) RepairAllSpecs(ctx context.Context) error {
-	left, err := p.RepairSpecs(ctx)
-
-	errs := make([]error, len(left)+1)
-	errs[len(left)] = err
-	var wg sync.WaitGroup
-	for i, uid := range left {
-		wg.Go(func() { errs[i] = p.RepairClaimSpec(ctx, uid) })
-	}
-	wg.Wait()
-	return errors.Join(errs...)
-}
-
 // totalsBy returns Options.ShareTotals for these sharing rules. It treats every GPU as the node's
 // first one.
 func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]resource.Quantity {

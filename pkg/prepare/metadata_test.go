@@ -131,7 +131,7 @@ func TestMetadataStaysWithItsClaimWhenSwitchedOff(t *testing.T) {
 	w.metadata = false
 	p := w.plugin(t)
 	w.specs.clear()
-	if err := p.RepairAllSpecs(t.Context()); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-c"); !strings.Contains(spec, "uid-c-metadata-r") {

@@ -240,7 +240,7 @@ func TestReplacedInstanceIsNeverGivenToAClaim(t *testing.T) {
 			if spec := w.specs.of("uid-c"); spec != "" {
 				t.Errorf("a restarted container gets %s", spec)
 			}
-			if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
+			if err := p.Reconcile(t.Context()); err == nil || w.specs.of("uid-c") != "" {
 				t.Errorf("the spec was restored: %v", err)
 			}
 			mustUnprepare(t, p, "uid-c")
@@ -279,7 +279,7 @@ func TestSameUUIDWithOtherProfileIsAnotherDevice(t *testing.T) {
 			if given, err := p.PreparedDevices("uid-c"); err != nil || given[0].Instance != nil {
 				t.Errorf("the claim's devices are %+v: %v", given, err)
 			}
-			if lost := reconcile.LostDevices(p.RepairAllSpecs(t.Context())); len(lost) != 1 {
+			if lost := reconcile.LostDevices(p.Reconcile(t.Context())); len(lost) != 1 {
 				t.Errorf("%+v", lost)
 			}
 			_, err := p.Prepare(t.Context(), c)

@@ -248,7 +248,7 @@ func TestPartitionIsRecreatedAfterReboot(t *testing.T) {
 	mustPrepare(t, w.plugin(t), several)
 	w.reboot()
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), p.Reconcile(t.Context())); err != nil {
+	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if w.specs.of(several.UID) != "" {
@@ -333,7 +333,7 @@ func TestRecreatedPartitionWithSameUUIDIsNotReported(t *testing.T) {
 	w.scan()
 	h.takeCalls()
 	for _, again := range []func() error{func() error { return p.Reconcile(t.Context()) },
-		func() error { return w.plugin(t).RepairAllSpecs(t.Context()) }} {
+		func() error { return w.plugin(t).Reconcile(t.Context()) }} {
 		if err := again(); err != nil || len(h.takeCalls()) > 0 {
 			t.Errorf("the partition is no longer the claim's: %v", err)
 		}

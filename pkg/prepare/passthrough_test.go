@@ -272,9 +272,6 @@ func TestAdminAccessKeepsItsSpecWhileAVirtualMachineHasTheGPU(t *testing.T) {
 	mustPrepare(t, p, newClaim("d", allocated("r", vfio0)))
 	w.snapshot.Node.GPUs[0].Edits.DeviceNodes = nil
 	w.specs.clear()
-	if err := p.RepairAllSpecs(t.Context()); err != nil || w.specs.of("uid-c") != spec {
-		t.Errorf("repaired spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
-	}
 	if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") != spec {
 		t.Errorf("spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
 	}

@@ -88,7 +88,7 @@ func TestPrepareWithRealCDISpecs(t *testing.T) {
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.RepairAllSpecs(t.Context()); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {

@@ -20,7 +20,7 @@ import (
 func TestRemovedSpecsAreRestored(t *testing.T) {
 	for name, repair := range map[string]func(*plugin, context.Context) error{
 		"at the start": (*plugin).Recover,
-		"when noticed": (*plugin).RepairAllSpecs,
+		"afterwards":   (*plugin).Reconcile,
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
@@ -132,7 +132,7 @@ func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
 	w.disk.StopAt(1)
 	_ = w.disk.Write()
 	_, heldErr := p.Usage()
-	for i, err := range []error{p.Recover(t.Context()), p.RepairAllSpecs(t.Context()), heldErr} {
+	for i, err := range []error{p.Recover(t.Context()), p.Reconcile(t.Context()), heldErr} {
 		if cause.Of(err) != cause.Record {
 			t.Errorf("call %d: %v", i, err)
 		}
@@ -159,9 +159,6 @@ func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
 			p := w.plugin(t)
 			if err := p.Recover(t.Context()); err != nil {
 				t.Fatal(err)
-			}
-			if err := p.RepairAllSpecs(t.Context()); err == nil {
-				t.Error("no error was reported")
 			}
 			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
 			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
@@ -248,7 +245,7 @@ func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
 		if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), step.Kind) {
 			t.Error(err)
 		}
-		if err := p.RepairAllSpecs(t.Context()); err == nil {
+		if err := p.Reconcile(t.Context()); err == nil {
 			t.Error("no error was reported")
 		}
 		if err := p.Recover(t.Context()); err != nil || len(w.records()) != 1 {

@@ -113,7 +113,7 @@ func TestPrepareAfterRebootRewritesSpec(t *testing.T) {
 	w.reboot()
 	w.snapshot.Node.GPUs[0] = newGPU("0000:1b:00.0", "GPU-0", "/dev/nvidia7")
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.RepairAllSpecs(t.Context())); err != nil {
+	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-c"); spec != "" {
@@ -139,7 +139,7 @@ func TestReplacedGPUIsRefused(t *testing.T) {
 	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
 		t.Error(err)
 	}
-	if err := p.RepairAllSpecs(t.Context()); err == nil || w.specs.of("uid-c") != "" {
+	if err := p.Reconcile(t.Context()); err == nil || w.specs.of("uid-c") != "" {
 		t.Errorf("a restarted container gets the other card: %v", err)
 	}
 	mustUnprepare(t, p, "uid-c")

@@ -174,7 +174,7 @@ func TestLostSharedPartitionHasNoSpecUntilRestored(t *testing.T) {
 		}
 		return nil
 	}
-	err := p.RepairAllSpecs(t.Context())
+	err := p.Reconcile(t.Context())
 	if err == nil || len(reconcile.LostDevices(err)) > 0 || w.specs.of("uid-c") != "" || w.specs.of("uid-d") != "" {
 		t.Errorf("%v, lost: %v, specs %q, %q", err, reconcile.LostDevices(err), w.specs.of("uid-c"), w.specs.of("uid-d"))
 	}

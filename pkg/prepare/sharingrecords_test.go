@@ -166,7 +166,7 @@ func TestHolderFileWithWrongStepOfPreparedClaimIsAnError(t *testing.T) {
 			_, again := p.Prepare(t.Context(), migPart1)
 			_, join := p.Prepare(t.Context(), migPart2)
 			for what, err := range map[string]error{
-				"prepare again": again, "join": join, "reconcile": p.Reconcile(t.Context()), "repair": p.RepairClaimSpec(t.Context(), migPart1.UID),
+				"prepare again": again, "join": join, "reconcile": p.Reconcile(t.Context()),
 			} {
 				if err == nil || !strings.Contains(err.Error(), h.Key) || !strings.Contains(err.Error(), cmp.Or(step.Kind, `""`)) {
 					t.Errorf("%s: %v", what, err)
@@ -371,7 +371,6 @@ func TestRecordWithOnlyUnknownFieldsIsNotRewritten(t *testing.T) {
 			for _, do := range []func() error{
 				func() error { return p.Recover(t.Context()) },
 				func() error { return p.Reconcile(t.Context()) },
-				func() error { return p.RepairAllSpecs(t.Context()) },
 			} {
 				if err := do(); err != nil {
 					t.Fatal(err)

@@ -2,9 +2,12 @@
 // records with the hardware, regularly and when woken, and repairs what differs.
 //
 // After each comparison the [Reconciler] also adopts MIG instances that an admin handed over, and
-// switches off MIG modes that nothing needs. Between comparisons it repairs CDI specs that another
-// process removed or altered. While the GPUs are released for a driver upgrade, or a newer plugin
-// instance leads, it does nothing, and makes up for it afterwards.
+// switches off MIG modes that nothing needs. While the GPUs are released for a driver upgrade, or a
+// newer plugin instance leads, it does nothing, and makes up for it afterwards.
+//
+// A comparison also writes CDI specs that another process removed or altered. The Reconciler looks
+// for removed ones every two seconds, because the kubelet does not call Prepare when a container
+// restarts.
 //
 // The package does not know how a difference is repaired: package prepare does.
 package reconciler
@@ -18,10 +21,10 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -36,9 +39,16 @@ type Claims interface {
 	Reconcile(ctx context.Context) error
 	Adopt(ctx context.Context, card device.Card, gpu string) error
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
-	// RepairSpecs restores CDI specs. It returns the claims whose specs need the hardware.
-	RepairSpecs(ctx context.Context) (left []types.UID, _ error)
-	RepairClaimSpec(ctx context.Context, claim types.UID) error
+	PreparedClaims() ([]checkpoint.Record, error)
+}
+
+// Specs are the CDI specs. [cdi.Store] implements it.
+type Specs interface {
+	// WriteBase writes the node-wide CDI spec.
+	WriteBase(common specs.ContainerEdits) error
+	// Missing returns the names of the specs that were written once and do not exist: the node-wide
+	// one, and those of these prepared claims.
+	Missing(claims []types.UID) []string
 }
 
 // Inventory has the node's GPUs as of the last scan.
@@ -58,19 +68,19 @@ type Layouts interface {
 type Options struct {
 	// StateDir is the directory of the checkpoint records, for error messages.
 	StateDir string
+	BootID   string
 	// NewerLeads reports whether a newer plugin instance leads on this node. Then that instance
 	// reconciles, and this one does not.
 	NewerLeads func() bool
 
 	Claims Claims
+	Specs  Specs
 	// Use says whether the plugin may access the GPUs. The caller calls done after the access.
 	Use       func() (done func(), ok bool)
 	Inventory Inventory
 	Layouts   Layouts
 	// ReportDaemons reports the MPS daemons to admins.
 	ReportDaemons func(ctx context.Context)
-	// WriteBase writes the node-wide CDI spec.
-	WriteBase func(common specs.ContainerEdits) error
 	// Repaired tells admins about a repair.
 	Repaired func(r prepare.Repair)
 }
@@ -79,6 +89,9 @@ const (
 	// interval is the usual pause between two comparisons. retryPause is the pause after a new error.
 	interval   = 30 * time.Second
 	retryPause = 5 * time.Second
+	// specInterval is the pause between two looks for missing CDI specs. A look reads the records, 25
+	// microseconds each. Polling also sees a mount over the directory, and needs no inotify instance.
+	specInterval = 2 * time.Second
 )
 
 // Reconciler compares the records with the hardware, and repairs differences.
@@ -86,18 +99,18 @@ type Reconciler struct {
 	opts   Options
 	modes  *modeCleaner
 	wakeup wake.Signal
-	// specs has the claims whose CDI specs need the hardware for their repair. It contains each claim
-	// at most once and never gives the same claim to two goroutines.
-	specs workqueue.TypedInterface[types.UID]
+	// unrepaired has the CDI specs that were missing before and after the last comparison. They do not
+	// cause another one, since it would fail again, for example while the claim's GPU is away.
+	unrepaired []string
 	// unrecovered is true if the GPUs were released at the start, so that the calls that an earlier
 	// process did not finish are still unfinished.
 	unrecovered atomic.Bool
 }
 
-// New returns a Reconciler that works while Run and RunSpecRepairs run.
+// New returns a Reconciler that works while Run runs.
 func New(o Options) *Reconciler {
 	return &Reconciler{
-		opts: o, wakeup: wake.New(), specs: workqueue.NewTyped[types.UID](),
+		opts: o, wakeup: wake.New(),
 		modes: newModeCleaner(o.Claims.DisableUnusedMIGMode, o.Inventory.RequestScan),
 	}
 }
@@ -120,23 +133,35 @@ func (r *Reconciler) Recover(ctx context.Context) error {
 	return nil
 }
 
-// Run compares the records with the hardware at every interval, and when woken. It runs until the
-// context ends.
+// Run compares the records with the hardware at every interval, when woken, and when a CDI spec was
+// removed. It runs until the context ends.
 func (r *Reconciler) Run(ctx context.Context) {
 	var left discrepancies
 	requested := true
-	for {
+	for ctx.Err() == nil {
 		pause := interval
 		if ran, err := r.reconcile(ctx); ran {
 			pause = left.next(klog.FromContext(ctx), err, requested)
 		}
+		requested = r.wait(ctx, pause)
+	}
+}
+
+// wait returns when the pause is over, or earlier if a comparison is requested or the context ends.
+func (r *Reconciler) wait(ctx context.Context, pause time.Duration) (requested bool) {
+	over := time.After(pause)
+	for {
 		select {
 		case <-ctx.Done():
-			return
+			return false
+		case <-over:
+			return false
 		case <-r.wakeup:
-			requested = true
-		case <-time.After(pause):
-			requested = false
+			return true
+		case <-time.After(specInterval):
+			if r.specWasLost() {
+				return true
+			}
 		}
 	}
 }
@@ -158,7 +183,7 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 			return true, err
 		}
 	}
-	err := errors.Join(r.opts.Claims.Reconcile(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
+	err := errors.Join(r.repair(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
 	r.opts.ReportDaemons(ctx)
 	return true, err
 }

@@ -11,6 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -65,12 +66,9 @@ func (n *node) DisableUnusedMIGMode(context.Context, device.GPU) (bool, error) {
 	return true, nil
 }
 
-func (n *node) RepairSpecs(context.Context) ([]types.UID, error) {
-	n.note("repair specs")
-	return nil, nil
-}
+func (n *node) PreparedClaims() ([]checkpoint.Record, error) { return nil, nil }
 
-func (n *node) RepairClaimSpec(context.Context, types.UID) error { return nil }
+func (n *node) Missing([]types.UID) []string { return nil }
 
 func (n *node) Snapshot() inventory.Snapshot { return inventory.Snapshot{Ready: true} }
 
@@ -90,12 +88,12 @@ func (n *node) Repaired(prepare.Repair) {}
 
 func newReconciler(n *node) *reconciler.Reconciler {
 	return reconciler.New(reconciler.Options{
-		NewerLeads: n.leads, Claims: n, Use: n.Use, Inventory: n, Layouts: n,
-		ReportDaemons: n.Report, WriteBase: n.WriteBase, Repaired: n.Repaired,
+		NewerLeads: n.leads, Claims: n, Specs: n, Use: n.Use, Inventory: n, Layouts: n,
+		ReportDaemons: n.Report, Repaired: n.Repaired,
 	})
 }
 
-var oneRound = []string{"reconcile", "adopt", "switch off", "scan", "report daemons"}
+var oneRound = []string{"write base", "reconcile", "adopt", "switch off", "scan", "report daemons"}
 
 func TestReconciliationRunsRegularlyAndWhenWoken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -140,9 +138,6 @@ func TestWorkDuringReleaseIsPostponed(t *testing.T) {
 		if err := r.Recover(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if err := r.RepairSpecs(t.Context()); err != nil {
-			t.Error(err)
-		}
 		ctx, stop := context.WithCancel(t.Context())
 		go r.Run(ctx)
 		synctest.Wait()
@@ -154,9 +149,6 @@ func TestWorkDuringReleaseIsPostponed(t *testing.T) {
 		synctest.Wait()
 		if got := n.taken(); !slices.Equal(got, append([]string{"recover"}, oneRound...)) {
 			t.Errorf("after the release: %q", got)
-		}
-		if err := r.RepairSpecs(t.Context()); err != nil || !slices.Equal(n.taken(), []string{"write base", "repair specs"}) {
-			t.Errorf("CDI specs are not repaired: %v", err)
 		}
 		stop()
 		synctest.Wait()

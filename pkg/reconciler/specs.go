@@ -4,81 +4,66 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
-	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 // maxNamedSpecs is how many repaired CDI specs an Event names. If someone removed the whole CDI
 // directory, there may be hundreds.
 const maxNamedSpecs = 5
 
-// RepairSpecs restores the CDI specs of prepared claims that another process removed or altered.
-// Specs whose repair needs the hardware are only queued, and RunSpecRepairs restores them.
-// RepairSpecs returns only errors that a retry may fix.
-func (r *Reconciler) RepairSpecs(ctx context.Context) error {
-	if r.opts.NewerLeads() {
-		return nil
-	}
-	done, ok := r.opts.Use()
-	defer done()
-	if !ok {
-		return nil // the reconciliation after the release writes the specs
-	}
+// repair writes the base spec, repairs the claims, and reports the CDI specs that were missing
+// before and exist now.
+func (r *Reconciler) repair(ctx context.Context) error {
+	claims := r.specifiedClaims()
+	missing := r.opts.Specs.Missing(claims)
 	var err error
 	if s := r.opts.Inventory.Snapshot(); s.Ready {
-		err = r.opts.WriteBase(s.Node.Common)
+		err = r.opts.Specs.WriteBase(s.Node.Common)
 	}
-	left, repairErr := r.opts.Claims.RepairSpecs(ctx)
-	for _, uid := range left {
-		r.specs.Add(uid)
-	}
-	err = errors.Join(err, repairErr)
-	retryable := reconcile.Retryable(err)
-	if err != nil && retryable == nil {
-		klog.FromContext(ctx).Error(err, "Failed to restore CDI specs of some claims; an operator has to act")
-	}
-	return retryable
-}
-
-// RunSpecRepairs restores the CDI specs whose repair needs the hardware, until the context ends. It
-// repairs each claim in a goroutine of its own, so that a hung GPU delays only its own claims.
-func (r *Reconciler) RunSpecRepairs(ctx context.Context) {
-	defer context.AfterFunc(ctx, r.specs.ShutDown)()
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	for {
-		uid, ended := r.specs.Get()
-		if ended {
-			return
+	err = errors.Join(err, r.opts.Claims.Reconcile(ctx))
+	still := r.opts.Specs.Missing(claims)
+	r.unrepaired = nil
+	var repaired []string
+	for _, spec := range missing {
+		if slices.Contains(still, spec) {
+			r.unrepaired = append(r.unrepaired, spec)
+		} else {
+			repaired = append(repaired, spec)
 		}
-		wg.Go(func() {
-			defer r.specs.Done(uid)
-			r.repairClaimSpec(ctx, uid)
-		})
 	}
+	if len(repaired) > 0 {
+		r.reportRepaired(ctx, repaired)
+	}
+	return err
 }
 
-func (r *Reconciler) repairClaimSpec(ctx context.Context, uid types.UID) {
-	done, ok := r.opts.Use()
-	defer done()
-	if !ok {
-		return
-	}
-	if err := r.opts.Claims.RepairClaimSpec(ctx, uid); err != nil && ctx.Err() == nil {
-		klog.FromContext(ctx).Error(err, "Failed to restore the claim's CDI spec; the next reconciliation retries", "claimUID", uid)
-		r.Wake()
-	}
+// specWasLost reports whether a CDI spec is missing that the last comparison may be able to repair.
+func (r *Reconciler) specWasLost() bool {
+	return slices.ContainsFunc(r.opts.Specs.Missing(r.specifiedClaims()), func(spec string) bool {
+		return !slices.Contains(r.unrepaired, spec)
+	})
 }
 
-// ReportRepairedSpecs reports that CDI specs with these names were restored.
-func (r *Reconciler) ReportRepairedSpecs(ctx context.Context, specs []string) {
-	const what = "Restored CDI specs that another process had removed or altered"
+// specifiedClaims returns the claims that should have a CDI spec. After a reboot a claim has none
+// until the kubelet prepares it again.
+func (r *Reconciler) specifiedClaims() (uids []types.UID) {
+	claims, _ := r.opts.Claims.PreparedClaims() // Reconcile returns the same error
+	for _, c := range claims {
+		if c.BootID == r.opts.BootID {
+			uids = append(uids, c.ClaimUID)
+		}
+	}
+	return uids
+}
+
+func (r *Reconciler) reportRepaired(ctx context.Context, specs []string) {
+	const what = "Restored missing CDI specs"
 	klog.FromContext(ctx).Info(what, "specs", specs)
 	object := strings.Join(specs[:min(len(specs), maxNamedSpecs)], ", ")
 	if more := len(specs) - maxNamedSpecs; more > 0 {

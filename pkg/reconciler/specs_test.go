@@ -1,117 +1,213 @@
-package reconciler
+package reconciler_test
 
 import (
 	"context"
 	"errors"
-	"maps"
-	"sync"
-	"sync/atomic"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
+	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
 
-// switchable fakes hardware that may be accessed while allowed is true.
-type switchable struct{ allowed *atomic.Bool }
-
-func (s *switchable) Use() (done func(), ok bool) { return func() {}, s.allowed.Load() }
-
-// hangingClaims fakes prepared claims "a" and "b" whose CDI specs need the hardware for their
-// repair. The repair of a claim hangs until the test closes the claim's channel in the field hangs.
-type hangingClaims struct {
-	Claims
-	hangs map[types.UID]chan struct{}
-	err   error
-
-	mu       sync.Mutex
-	started  map[types.UID]int
-	repaired map[types.UID]int
+// specifiedNode fakes a node with CDI specs in the directory root. Reconcile writes the specs of
+// the claims. The tests run in bubbles of package synctest, where only the clock is fake.
+type specifiedNode struct {
+	node
+	*cdi.Store
+	root     string
+	claims   []checkpoint.Record
+	away     types.UID     // the GPU of this claim is away, so its spec cannot be written
+	pass     time.Duration // how long Reconcile then works on
+	passes   int
+	repaired []string
 }
 
-// noScan fakes an inventory before the first scan.
-type noScan struct{}
-
-func (noScan) Snapshot() inventory.Snapshot { return inventory.Snapshot{} }
-func (noScan) RequestScan()                 {}
-
-func (u *hangingClaims) RepairSpecs(context.Context) ([]types.UID, error) {
-	return []types.UID{"a", "b"}, nil
+func newSpecifiedNode(t *testing.T, claims int) *specifiedNode {
+	t.Helper()
+	root := filepath.Join(t.TempDir(), "cdi")
+	n := &specifiedNode{Store: cdi.NewStore(root), root: root}
+	for i := range claims {
+		n.claims = append(n.claims, checkpoint.Record{ClaimUID: types.UID(fmt.Sprint("uid-", i)), BootID: "boot"})
+	}
+	return n
 }
 
-func (u *hangingClaims) RepairClaimSpec(ctx context.Context, claim types.UID) error {
-	u.mu.Lock()
-	u.started[claim]++
-	u.mu.Unlock()
-	if hangs := u.hangs[claim]; hangs != nil {
-		select {
-		case <-hangs:
-		case <-ctx.Done():
-			return ctx.Err()
+func (n *specifiedNode) PreparedClaims() ([]checkpoint.Record, error) { return n.claims, nil }
+
+func (n *specifiedNode) Reconcile(context.Context) error {
+	n.passes++
+	var errs []error
+	for _, c := range n.claims {
+		if c.ClaimUID != n.away && c.BootID == "boot" {
+			errs = append(errs, n.WriteClaim(c.ClaimUID, []specs.Device{{
+				Name:           cdi.ClaimDeviceName(c.ClaimUID, "gpu", nil),
+				ContainerEdits: specs.ContainerEdits{Env: []string{"A=b"}},
+			}}))
 		}
 	}
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.repaired[claim]++
-	return u.err
+	<-time.After(n.pass)
+	return errors.Join(errs...)
 }
 
-func (u *hangingClaims) fail(err error) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.err = err
+// WriteBase and Missing are those of the Store, and not of the fake node.
+func (n *specifiedNode) WriteBase(common specs.ContainerEdits) error {
+	return n.Store.WriteBase(common)
 }
 
-func TestHungGPUDoesNotDelayOtherRepairs(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := make(chan struct{})
-		claims := &hangingClaims{hangs: map[types.UID]chan struct{}{"a": a}, started: map[types.UID]int{}, repaired: map[types.UID]int{}}
-		var allowed atomic.Bool
-		allowed.Store(true)
-		r := New(Options{
-			Claims: claims, Use: (&switchable{&allowed}).Use, Inventory: noScan{}, NewerLeads: func() bool { return false },
+func (n *specifiedNode) Missing(claims []types.UID) []string { return n.Store.Missing(claims) }
+
+// start runs a Reconciler until the test ends, and waits for its first comparison.
+func (n *specifiedNode) start(t *testing.T) {
+	t.Helper()
+	r := reconciler.New(reconciler.Options{
+		BootID: "boot", NewerLeads: n.leads, Claims: n, Specs: n, Use: n.Use, Inventory: n, Layouts: n,
+		ReportDaemons: n.Report, Repaired: func(r prepare.Repair) { n.repaired = append(n.repaired, r.Object) },
+	})
+	ended := make(chan struct{})
+	ctx, stop := context.WithCancel(t.Context())
+	go func() { r.Run(ctx); close(ended) }()
+	t.Cleanup(func() { stop(); <-ended })
+	synctest.Wait()
+}
+
+// content returns the names and the content of all specs.
+func (n *specifiedNode) content() (all string) {
+	files, _ := filepath.Glob(filepath.Join(n.root, "*.json"))
+	for _, f := range files {
+		data, _ := os.ReadFile(f)
+		all += filepath.Base(f) + string(data)
+	}
+	return all
+}
+
+const (
+	base  = "k8s.gpu.nvidia.com-base.json"
+	claim = "k8s.gpu.nvidia.com-claim_uid-0.json"
+)
+
+func TestDamagedSpecsAreRepairedInTime(t *testing.T) {
+	alter := func(name string) func(root string) error {
+		return func(root string) error { return os.WriteFile(filepath.Join(root, name), []byte("{}"), 0o600) }
+	}
+	remove := func(name string) func(root string) error {
+		return func(root string) error { return os.Remove(filepath.Join(root, name)) }
+	}
+	for name, c := range map[string]struct {
+		damage func(root string) error
+		within time.Duration
+		report string
+	}{
+		"base removed":      {remove(base), 2 * time.Second, base},
+		"claim removed":     {remove(claim), 2 * time.Second, claim},
+		"directory removed": {os.RemoveAll, 2 * time.Second, base + ", " + claim},
+		"base altered":      {alter(base), 30 * time.Second, ""},
+		"claim altered":     {alter(claim), 30 * time.Second, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newSpecifiedNode(t, 1)
+				n.start(t)
+				before := n.content()
+				n.repaired = nil
+				for range 3 { // also after a repair
+					if err := c.damage(n.root); err != nil {
+						t.Fatal(err)
+					}
+					<-time.After(c.within)
+					synctest.Wait()
+					if now := n.content(); now != before {
+						t.Errorf("the specs are %s\nwant %s", now, before)
+					}
+					if reported := strings.Join(n.repaired, "; "); reported != c.report {
+						t.Errorf("reported %q, want %q", reported, c.report)
+					}
+					n.repaired = nil
+				}
+			})
 		})
-		ctx, stop := context.WithCancel(t.Context())
-		ended := make(chan struct{})
-		go func() { r.RunSpecRepairs(ctx); close(ended) }()
-		expect := func(when string, started, repaired map[types.UID]int) {
-			t.Helper()
-			synctest.Wait()
-			if !maps.Equal(claims.started, started) || !maps.Equal(claims.repaired, repaired) {
-				t.Errorf("%s: started %v, repaired %v", when, claims.started, claims.repaired)
-			}
+	}
+}
+
+func TestIntactSpecsAreNotReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newSpecifiedNode(t, 0)
+		n.start(t) // writes the first base spec
+		n.claims = []checkpoint.Record{{ClaimUID: "uid-rebooted", BootID: "earlier"}}
+		<-time.After(time.Hour)
+		synctest.Wait()
+		if len(n.repaired) > 0 || n.passes != 121 {
+			t.Errorf("reported %q in %d comparisons", n.repaired, n.passes)
 		}
-		repair := func() {
-			t.Helper()
-			began := time.Now()
-			if err := r.RepairSpecs(ctx); err != nil || time.Since(began) > 0 {
-				t.Errorf("it took %s: %v", time.Since(began), err)
-			}
-			synctest.Wait()
+	})
+}
+
+// A claim whose GPU is away has no spec for long. The test expects that this causes no comparisons
+// but those that run anyway, and hides no other claim's lost spec.
+func TestUnrepairableSpecCausesNoComparisons(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newSpecifiedNode(t, 2)
+		n.away = "uid-1"
+		n.start(t)
+		<-time.After(time.Hour)
+		synctest.Wait()
+		if n.passes != 121 {
+			t.Errorf("%d comparisons in an hour", n.passes)
 		}
-		repair()
-		expect("one hangs", map[types.UID]int{"a": 1, "b": 1}, map[types.UID]int{"b": 1})
-		repair()
-		repair()
-		expect("more requests while it hangs", map[types.UID]int{"a": 1, "b": 3}, map[types.UID]int{"b": 3})
-		close(a)
-		expect("the queued repair runs once", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		if len(r.wakeup) > 0 {
-			t.Error("repairs without a failure wake the reconciler")
+		n.repaired = nil
+		if err := os.Remove(filepath.Join(n.root, claim)); err != nil {
+			t.Fatal(err)
 		}
-		allowed.Store(false)
-		r.specs.Add("a") // queued before the GPUs were released
-		expect("the GPUs are released", map[types.UID]int{"a": 2, "b": 3}, map[types.UID]int{"a": 2, "b": 3})
-		allowed.Store(true)
-		claims.fail(errors.New("the GPU does not answer"))
-		repair()
-		if len(r.wakeup) != 1 {
-			t.Error("after failed repairs the reconciler is not woken")
+		<-time.After(2 * time.Second)
+		synctest.Wait()
+		if n.passes != 122 || !slices.Equal(n.repaired, []string{claim}) {
+			t.Errorf("%d comparisons, reported %q", n.passes, n.repaired)
 		}
-		stop()
-		<-ended
+	})
+}
+
+// A comparison takes long while a GPU hangs. The test expects that a spec that is removed meanwhile
+// is repaired soon after it.
+func TestSpecRemovedDuringComparisonIsRepairedAfterIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newSpecifiedNode(t, 1)
+		n.start(t)
+		n.pass = 20 * time.Second
+		<-time.After(31 * time.Second) // a second into the next comparison
+		if err := os.Remove(filepath.Join(n.root, claim)); err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(n.pass + time.Second)
+		synctest.Wait()
+		if !strings.Contains(n.content(), claim) {
+			t.Error("the spec is still missing")
+		}
+	})
+}
+
+func TestManyRepairedSpecsAreOneReport(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newSpecifiedNode(t, 64)
+		n.start(t)
+		n.repaired = nil
+		if err := os.RemoveAll(n.root); err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(2 * time.Second)
+		synctest.Wait()
+		if len(n.repaired) != 1 || !strings.HasSuffix(n.repaired[0], " and 60 more") {
+			t.Errorf("reported %q", n.repaired)
+		}
 	})
 }

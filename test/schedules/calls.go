@@ -2,9 +2,7 @@ package schedules
 
 import (
 	"context"
-	"errors"
 	"slices"
-	"sync"
 )
 
 // readyProcess returns a random plugin instance that the kubelet may call, or nil.
@@ -127,28 +125,11 @@ func (s *schedule) unprepare(c *claim) {
 	})
 }
 
-// reconcile starts the plugin's comparison of checkpoint records with the hardware, or its repair
-// of missing CDI specs.
+// reconcile starts the plugin's comparison of checkpoint records with the hardware.
 func (s *schedule) reconcile() {
 	if p := s.readyProcess(); p != nil {
-		task := p.Reconcile
-		if s.chance(30) {
-			task = p.repairSpecs
-		}
-		s.runTask(p, "reconciles", task, func(error) {})
+		s.runTask(p, "reconciles", p.Reconcile, func(error) {})
 	}
-}
-
-// repairSpecs repairs missing CDI specs as package driver does.
-func (p *process) repairSpecs(ctx context.Context) error {
-	left, err := p.RepairSpecs(ctx)
-	errs := make([]error, len(left))
-	var wg sync.WaitGroup
-	for i, uid := range left {
-		wg.Go(func() { errs[i] = p.RepairClaimSpec(ctx, uid) })
-	}
-	wg.Wait()
-	return errors.Join(err, errors.Join(errs...))
 }
 
 // collectGarbage starts the plugin's garbage collection of orphaned claims.

@@ -17,8 +17,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// recoverWait limits how long Recover, Reconcile and RepairClaimSpec wait for the lock of a claim
-// for which a call is running. That call, or the kubelet's next one, takes care of the claim.
+// recoverWait limits how long Recover and Reconcile wait for the lock of a claim for which a call
+// is running. That call, or the kubelet's next one, takes care of the claim.
 const recoverWait = 2 * time.Second
 
 // tryWait limits the wait for a lock where the caller can skip a claim whose lock is busy.
@@ -117,54 +117,6 @@ func (rec *Reconciler) recoverUnfinished(ctx context.Context, locks *lock.Guard,
 	}
 	rec.reportInterrupted(ctx, r)
 	return nil
-}
-
-// RepairSpecs rewrites missing or altered CDI specs of prepared claims, because the kubelet does
-// not call Prepare when a container restarts. It reads no hardware and waits for no lock. Claims
-// that need either are returned in "left": the caller passes them to [Reconciler.RepairClaimSpec].
-func (rec *Reconciler) RepairSpecs(ctx context.Context) (left []types.UID, _ error) {
-	entries, err := rec.node.Records.List()
-	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
-	}
-	var errs []error
-	for _, e := range entries {
-		if err := rec.repairSpec(ctx, e.ClaimUID); errors.Is(err, prepare.ErrNotInInventory) {
-			left = append(left, e.ClaimUID)
-		} else {
-			errs = append(errs, err)
-		}
-	}
-	return left, errors.Join(errs...)
-}
-
-// repairSpec returns [prepare.ErrNotInInventory] also if another call works on the claim: it may
-// write the claim's spec.
-func (rec *Reconciler) repairSpec(ctx context.Context, uid types.UID) error {
-	waiting, cancel := context.WithTimeout(ctx, tryWait)
-	defer cancel()
-	locks, err := rec.transaction.LockClaim(waiting, uid)
-	if prepare.IsBusy(err) {
-		return prepare.ErrNotInInventory
-	}
-	if err != nil {
-		return err
-	}
-	defer locks.Release()
-	r, found, err := rec.node.Records.Load(uid)
-	if err != nil || !found || r.State != checkpoint.Prepared {
-		return err
-	}
-	if err := rec.transaction.RewriteSpec(ctx, r); !errors.Is(err, prepare.ErrNotChecked) {
-		return err
-	}
-	return nil
-}
-
-// RepairClaimSpec reconciles one claim, which also rewrites its CDI spec if it is missing or
-// altered. It reads the hardware if that is needed.
-func (rec *Reconciler) RepairClaimSpec(ctx context.Context, claim types.UID) error {
-	return rec.reconcileClaim(ctx, nil, claim)
 }
 
 // reportInterrupted reports that the driver undid what an interrupted call for the claim had left
