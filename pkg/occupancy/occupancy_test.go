@@ -231,9 +231,10 @@ func TestSharesAddUp(t *testing.T) {
 	n.prepare(t, "b", "", share("3", "1Gi"))
 	o := n.read(t)
 	gpu0, gpu1 := n.gpus[0].WholeName(), n.gpus[1].WholeName()
+	const memory = (81408 - 1280) << 20
 	if diff := cmp.Diff([]metrics.Share{
-		{Device: gpu0, Resource: "cores", Capacity: 100, Used: 75}, {Device: gpu0, Resource: "memory", Capacity: (81408 - 1280) << 20, Used: 16 << 30},
-		{Device: gpu1, Resource: "cores", Capacity: 100}, {Device: gpu1, Resource: "memory", Capacity: (81408 - 1280) << 20},
+		{Device: gpu0, Resource: "cores", Capacity: 100, Used: 75}, {Device: gpu0, Resource: "memory", Capacity: memory, Used: 16 << 30},
+		{Device: gpu1, Resource: "cores", Capacity: 100}, {Device: gpu1, Resource: "memory", Capacity: memory},
 	}, o.Shares); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)
 	}

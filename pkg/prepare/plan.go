@@ -113,8 +113,8 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 		}
 		switch {
 		case req.isAway():
-			return nil, cause.Errorf(cause.Device, "request %s: NVIDIA's driver does not have the GPU of device %s: only virtual machines can use it now",
-				r.Request, r.Device)
+			return nil, cause.Errorf(cause.Device,
+				"request %s: NVIDIA's driver does not have the GPU of device %s: only virtual machines can use it now", r.Request, r.Device)
 		case req.name.Passthrough:
 			if err := planPassthrough(r, &req); err != nil {
 				return nil, err
