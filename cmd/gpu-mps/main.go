@@ -174,14 +174,15 @@ func memoryLimit(ctx context.Context, args []string) error {
 	var l memorylimit.Limit
 	flags := newFlags(mps.LimitCommand)
 	flags.StringVar(&l.GPU, "gpu", "", "UUID of the GPU")
+	flags.IntVar(&l.Minor, "minor", -1, "the N of the GPU's device node /dev/nvidiaN")
 	flags.Uint64Var(&l.Mebibytes, "mebibytes", 0, "memory that the container may use, in MiB")
 	flags.StringVar(&l.DriverRoot, "driver-root", "/", "root of the NVIDIA driver's files as the host sees it")
 	flags.StringVar(&l.Cgroups, "cgroup-root", "/sys/fs/cgroup", "where the host has mounted cgroup v2")
 	if err := parse(flags, args); err != nil {
 		return err
 	}
-	if l.GPU == "" || l.Mebibytes == 0 {
-		return usageError{errors.New("--gpu and --mebibytes are both needed")}
+	if l.GPU == "" || l.Minor < 0 || l.Mebibytes == 0 {
+		return usageError{errors.New("--gpu, --minor and --mebibytes are all needed")}
 	}
 	return l.Hook(ctx, os.Stdin)
 }

@@ -102,7 +102,7 @@ func (e nodeEdits) MPSClient(daemon string) specs.ContainerEdits {
 	return mps.Edits(MPSPaths(e.cfg), daemon)
 }
 
-func (e nodeEdits) MemoryLimit(gpuUUID string, mebibytes uint64) specs.ContainerEdits {
+func (e nodeEdits) MemoryLimit(gpuUUID string, minor int, mebibytes uint64) specs.ContainerEdits {
 	roots := mps.Roots{Driver: e.cfg.DriverRoot, Cgroups: e.cfg.CgroupRoot}
-	return mps.LimitEdits(roots, e.cfg.MPSHookPath(), gpuUUID, mebibytes)
+	return mps.LimitEdits(roots, e.cfg.MPSHookPath(), gpuUUID, minor, mebibytes)
 }

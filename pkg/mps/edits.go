@@ -52,14 +52,15 @@ func shared(host, container string) *specs.Mount {
 type Roots struct{ Driver, Cgroups string }
 
 // LimitEdits returns CDI edits with an OCI hook. The hook limits the memory that all processes of a
-// container together can use of the GPU, to memory MiB. hookPath is the path of gpu-mps on the
-// host.
-func LimitEdits(roots Roots, hookPath, gpuUUID string, memory uint64) specs.ContainerEdits {
+// container together can use of the GPU /dev/nvidia<minor>, to memory MiB. hookPath is the path of
+// gpu-mps on the host.
+func LimitEdits(roots Roots, hookPath, gpuUUID string, minor int, memory uint64) specs.ContainerEdits {
 	return specs.ContainerEdits{Hooks: []*specs.Hook{{
 		HookName: createRuntime,
 		Path:     hookPath,
 		Args: []string{
-			HookProgram, LimitCommand, "--gpu=" + gpuUUID, "--mebibytes=" + strconv.FormatUint(memory, 10),
+			HookProgram, LimitCommand, "--gpu=" + gpuUUID, "--minor=" + strconv.Itoa(minor),
+			"--mebibytes=" + strconv.FormatUint(memory, 10),
 			"--driver-root=" + roots.Driver, "--cgroup-root=" + roots.Cgroups,
 		},
 	}}}

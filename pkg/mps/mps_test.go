@@ -227,9 +227,9 @@ func TestClientReturnsSupervisorErrors(t *testing.T) {
 }
 
 func TestLimitEditsAddCreateRuntimeHook(t *testing.T) {
-	e := LimitEdits(Roots{Driver: "/run/nvidia/driver", Cgroups: "/sys/fs/cgroup"}, "/opt/gpu-mps", "GPU-0", 18432)
-	want := []string{"gpu-mps", "memory-limit", "--gpu=GPU-0", "--mebibytes=18432", "--driver-root=/run/nvidia/driver",
-		"--cgroup-root=/sys/fs/cgroup"}
+	e := LimitEdits(Roots{Driver: "/run/nvidia/driver", Cgroups: "/sys/fs/cgroup"}, "/opt/gpu-mps", "GPU-0", 3, 18432)
+	want := []string{"gpu-mps", "memory-limit", "--gpu=GPU-0", "--minor=3", "--mebibytes=18432",
+		"--driver-root=/run/nvidia/driver", "--cgroup-root=/sys/fs/cgroup"}
 	if h := e.Hooks[0]; h.HookName != "createRuntime" || h.Path != "/opt/gpu-mps" || !slices.Equal(h.Args, want) {
 		t.Errorf("%+v", *h)
 	}

@@ -84,7 +84,7 @@ func TestContainerLimitAppliesWhereNodeSupportsIt(t *testing.T) {
 			c := newClaim("c", fraction("x", tc.share, "3Gi", "0"), fraction("y", tc.share, "1Gi", "0"))
 			mustPrepare(t, p, c)
 			spec := w.specs.of(c.UID)
-			if got := strings.Count(spec, "/limit/GPU-0/4096"); got > 0 != tc.want || strings.Count(spec, "/limit/") != got {
+			if got := strings.Count(spec, "/limit/GPU-0/0/4096"); got > 0 != tc.want || strings.Count(spec, "/limit/") != got {
 				t.Errorf("the spec is %s", spec)
 			}
 			if !strings.Contains(spec, "0=4096M") {

@@ -145,8 +145,9 @@ func (w *world) start() (*plugin, error) {
 		}},
 		Edits: &preparetest.Edits{
 			OnVerify: w.verify, OnMIG: migEdits, OnMPSClient: w.daemons.edits,
-			OnMemoryLimit: func(gpu string, mebibytes uint64) specs.ContainerEdits {
-				return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: fmt.Sprintf("/limit/%s/%d", gpu, mebibytes)}}}
+			OnMemoryLimit: func(gpu string, minor int, mebibytes uint64) specs.ContainerEdits {
+				path := fmt.Sprintf("/limit/%s/%d/%d", gpu, minor, mebibytes)
+				return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: path}}}
 			},
 		},
 		ShareTotals: totalsBy(w.shares), Observer: p.Observer,

@@ -290,7 +290,7 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 		}
 		for _, c := range pl.spec.Clients {
 			if slices.Contains(c.Devices, i) {
-				edits = p.addClientEdits(edits, c)
+				edits = p.addClientEdits(edits, c, req.gpu.Minor)
 			}
 		}
 		if d.AdminAccess {

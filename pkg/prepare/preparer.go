@@ -41,9 +41,9 @@ type Edits interface {
 	MetadataEdits(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	// MPSClient returns the edits that make a container a client of the MPS daemon with this ID.
 	MPSClient(daemon string) specs.ContainerEdits
-	// MemoryLimit returns the edits that limit a whole container to mebibytes MiB of the GPU's memory.
-	// It is called only for GPUs that support this.
-	MemoryLimit(gpuUUID string, mebibytes uint64) specs.ContainerEdits
+	// MemoryLimit returns the edits that limit a whole container to mebibytes MiB of the memory of
+	// the GPU /dev/nvidia<minor>. It is called only for GPUs that support this.
+	MemoryLimit(gpuUUID string, minor int, mebibytes uint64) specs.ContainerEdits
 }
 
 // Observer learns what happens to claims. Its methods may be called concurrently and must not

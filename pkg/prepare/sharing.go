@@ -258,12 +258,13 @@ func (p *Preparer) checkSupervisor(ctx context.Context) error {
 	return nil // Start will report any other error
 }
 
-// addClientEdits adds to the edits of a device what a client of an MPS daemon needs.
-func (p *Preparer) addClientEdits(edits specs.ContainerEdits, c steps.MPSClient) specs.ContainerEdits {
+// addClientEdits adds to the edits of a device what a client of an MPS daemon needs. minor is that
+// of the device's GPU.
+func (p *Preparer) addClientEdits(edits specs.ContainerEdits, c steps.MPSClient, minor int) specs.ContainerEdits {
 	edits = mergeEdits(edits, p.opts.Edits.MPSClient(c.Daemon))
 	edits.Env = append(edits.Env, mps.Limits(c.Memory, c.Threads)...)
 	if c.Whole != "" {
-		edits = mergeEdits(edits, p.opts.Edits.MemoryLimit(c.Whole, c.Memory))
+		edits = mergeEdits(edits, p.opts.Edits.MemoryLimit(c.Whole, minor, c.Memory))
 	}
 	return edits
 }

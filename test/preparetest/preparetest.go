@@ -118,7 +118,7 @@ type Edits struct {
 	OnMonitor     func() specs.ContainerEdits
 	OnMetadata    func(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	OnMPSClient   func(daemon string) specs.ContainerEdits
-	OnMemoryLimit func(gpuUUID string, mebibytes uint64) specs.ContainerEdits
+	OnMemoryLimit func(gpuUUID string, minor int, mebibytes uint64) specs.ContainerEdits
 }
 
 // Verify implements [prepare.Edits].
@@ -159,9 +159,9 @@ func (e *Edits) MPSClient(daemon string) (none specs.ContainerEdits) {
 }
 
 // MemoryLimit implements [prepare.Edits].
-func (e *Edits) MemoryLimit(gpuUUID string, mebibytes uint64) (none specs.ContainerEdits) {
+func (e *Edits) MemoryLimit(gpuUUID string, minor int, mebibytes uint64) (none specs.ContainerEdits) {
 	if e.OnMemoryLimit == nil {
 		return none
 	}
-	return e.OnMemoryLimit(gpuUUID, mebibytes)
+	return e.OnMemoryLimit(gpuUUID, minor, mebibytes)
 }

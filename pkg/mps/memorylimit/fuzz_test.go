@@ -43,33 +43,15 @@ func FuzzControlGroup(f *testing.F) {
 	})
 }
 
-// Whatever config.json holds, readContainer fails or returns the container that the state names.
-func FuzzConfig(f *testing.F) {
-	for _, config := range []string{`{"root":{"path":"rootfs"}}`, `{"root":{"path":""}}`, `{"root":null}`, `{`, ``,
-		`null`, `{"root":{"path":"../../.."},"linux":{"devices":[{"path":"x"}]}}`, `{"hooks":{"createContainer":[{}]}}`} {
-		f.Add([]byte(config))
-	}
-	bundle := f.TempDir()
-	state := []byte(`{"id":"c1","bundle":"` + bundle + `"}`)
-	f.Fuzz(func(t *testing.T, config []byte) {
-		if err := os.WriteFile(filepath.Join(bundle, "config.json"), config, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if c, err := readContainer(bytes.NewReader(state)); err == nil && c.state.ID != "c1" {
-			t.Errorf("%q is accepted for container %q", config, c.state.ID)
-		}
-	})
-}
-
-// readContainer succeeds only if the state names a bundle directory that has a config.json.
+// Whatever the runtime passes as a container's state, the hook reads it without a panic, and fails
+// on a host without nvidia-smi.
 func FuzzState(f *testing.F) {
-	f.Add([]byte(`{"id":"c1","bundle":"/nowhere"}`))
-	f.Add([]byte(`{"bundle":[]}`))
+	f.Add([]byte(`{"id":"c1","pid":1}`))
+	f.Add([]byte(`{"id":[]}`))
+	root := f.TempDir()
 	f.Fuzz(func(t *testing.T, state []byte) {
-		if c, err := readContainer(bytes.NewReader(state)); err == nil {
-			if _, err := os.Stat(filepath.Join(c.state.Bundle, "config.json")); err != nil {
-				t.Error(err)
-			}
+		if err := (Limit{DriverRoot: root, Cgroups: "/cg"}).Hook(t.Context(), bytes.NewReader(state)); err == nil {
+			t.Errorf("%q is accepted", state)
 		}
 	})
 }

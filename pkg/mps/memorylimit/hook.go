@@ -28,7 +28,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -42,15 +41,14 @@ import (
 const (
 	// tolerance is by how many MiB the limit that nvidia-smi shows may exceed the requested limit.
 	tolerance = 64
-	// maxState and maxConfig limit how many bytes of the state and of the configuration are read.
-	// Runtimes write far less.
-	maxState  = 1 << 20
-	maxConfig = 64 << 20
+	// maxState limits how many bytes of the container's state are read. Runtimes write far less.
+	maxState = 1 << 20
 )
 
 // Limit is a container's memory limit on one GPU. Paths are those of the host.
 type Limit struct {
 	GPU       string // UUID
+	Minor     int    // the N of the GPU's device node /dev/nvidiaN
 	Mebibytes uint64
 	// DriverRoot is the root of the driver's files on the host, and Cgroups the mount point of cgroup
 	// v2.
@@ -62,52 +60,20 @@ type Limit struct {
 // it sets the memory limit on the container's control group. It returns an error if nvidia-smi
 // afterwards shows no limit or a higher one.
 func (l Limit) Hook(ctx context.Context, state io.Reader) error {
-	c, err := readContainer(state)
-	if err != nil {
-		return err
+	var container specs.State
+	if err := json.NewDecoder(io.LimitReader(state, maxState)).Decode(&container); err != nil {
+		return fmt.Errorf("read the container's state from standard input: %w", err)
 	}
-	if err := l.apply(ctx, c, "/proc"); err != nil {
-		return fmt.Errorf("container %.100q: limit memory to %d MiB of %s: %w", c.state.ID, l.Mebibytes, l.GPU, err)
-	}
-	return nil
-}
-
-// container is a container that is being created.
-type container struct {
-	state  specs.State
-	config specs.Spec
-}
-
-// readContainer parses the container's state as the runtime passes it to hooks. Then it reads
-// config.json in the bundle directory that the state names.
-func readContainer(state io.Reader) (container, error) {
-	var c container
-	if err := json.NewDecoder(io.LimitReader(state, maxState)).Decode(&c.state); err != nil {
-		return c, fmt.Errorf("read the container's state from standard input: %w", err)
-	}
-	if err := c.readConfig(); err != nil {
-		return c, fmt.Errorf("container %.100q: %w", c.state.ID, err)
-	}
-	return c, nil
-}
-
-func (c *container) readConfig() error {
-	if !filepath.IsAbs(c.state.Bundle) {
-		return fmt.Errorf("the container's state has no bundle directory (%.100q)", c.state.Bundle)
-	}
-	f, err := os.Open(filepath.Join(c.state.Bundle, "config.json"))
-	if err != nil {
-		return fmt.Errorf("open its configuration: %w", err)
-	}
-	defer func() { _ = f.Close() }()
-	if err := json.NewDecoder(io.LimitReader(f, maxConfig)).Decode(&c.config); err != nil {
-		return fmt.Errorf("read its configuration %s: %w", f.Name(), err)
+	if err := l.apply(ctx, container.Pid, "/proc"); err != nil {
+		return fmt.Errorf("container %.100q: limit memory to %d MiB of %s: %w", container.ID, l.Mebibytes, l.GPU, err)
 	}
 	return nil
 }
 
-func (l Limit) apply(ctx context.Context, c container, proc string) error {
-	group, err := l.group(proc, c.state.Pid)
+// apply limits the control group of the container with process pid. proc is the mount point of
+// procfs.
+func (l Limit) apply(ctx context.Context, pid int, proc string) error {
+	group, err := l.group(proc, pid)
 	if err != nil {
 		return err
 	}
@@ -115,7 +81,7 @@ func (l Limit) apply(ctx context.Context, c container, proc string) error {
 	if err != nil {
 		return err
 	}
-	others := onecard.Others(l.DriverRoot, containerHas(c))
+	others := l.otherGPUs()
 	ask := func(args ...string) (string, error) {
 		return tool.Tool{Program: smi, Args: append([]string{"memory-limits"}, args...), Limit: tool.SMILimit, Hidden: others}.Run(ctx)
 	}
@@ -136,19 +102,11 @@ func (l Limit) apply(ctx context.Context, c container, proc string) error {
 	return nil
 }
 
-// containerHas returns a function that reports whether the container has the device node with this
-// name. The hook hides all other device nodes from nvidia-smi, because a lost GPU would make
-// nvidia-smi fail. If the container lists no NVIDIA device nodes, the function always returns true.
-func containerHas(c container) func(name string) bool {
-	var names []string
-	if c.config.Linux != nil {
-		for _, d := range c.config.Linux.Devices {
-			if name := filepath.Base(d.Path); strings.HasPrefix(name, "nvidia") {
-				names = append(names, name)
-			}
-		}
-	}
-	return func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
+// otherGPUs lists the device nodes of all other GPUs. The hook hides them from nvidia-smi, because
+// a lost GPU would make nvidia-smi fail.
+func (l Limit) otherGPUs() []string {
+	own := "nvidia" + strconv.Itoa(l.Minor)
+	return onecard.Others(l.DriverRoot, func(name string) bool { return name == own })
 }
 
 // group returns the path of the control group (cgroup v2) of the container with process pid. proc

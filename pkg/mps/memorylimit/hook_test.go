@@ -1,14 +1,12 @@
 package memorylimit
 
 import (
-	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
-
-	"github.com/opencontainers/runtime-spec/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 )
@@ -45,9 +43,8 @@ func (n node) write(path, text string, mode os.FileMode) {
 }
 
 func (n node) apply() error {
-	c := container{state: specs.State{ID: "c1", Pid: 77}}
 	return Limit{GPU: gpu, Mebibytes: 18432, DriverRoot: filepath.Join(n.dir, "driver"),
-		Cgroups: "/cg"}.apply(n.Context(), c, filepath.Join(n.dir, "proc"))
+		Cgroups: "/cg"}.apply(n.Context(), 77, filepath.Join(n.dir, "proc"))
 }
 
 func (n node) calls() string {
@@ -102,28 +99,29 @@ func TestHookFailsIfLimitDoesNotHold(t *testing.T) {
 }
 
 func TestHookErrorNamesContainerAndGPU(t *testing.T) {
-	bundle := t.TempDir()
-	config, _ := json.Marshal(specs.Spec{Version: specs.Version, Root: &specs.Root{Path: "rootfs"}})
-	if err := os.WriteFile(filepath.Join(bundle, "config.json"), config, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	state, _ := json.Marshal(specs.State{Version: specs.Version, ID: "c1", Pid: os.Getpid(), Bundle: bundle})
-	err := Limit{GPU: gpu, Mebibytes: 1024, DriverRoot: t.TempDir(), Cgroups: "/cg"}.Hook(t.Context(), strings.NewReader(string(state)))
-	if err == nil || !strings.Contains(err.Error(), `container "c1": limit memory to 1024 MiB of `+gpu) {
-		t.Errorf("got %v", err)
+	state := fmt.Sprintf(`{"id":"c1","pid":%d,"bundle":"/nowhere"}`, os.Getpid())
+	for state, want := range map[string]string{
+		state:   `container "c1": limit memory to 1024 MiB of ` + gpu,
+		"":      "container's state",
+		"state": "container's state",
+	} {
+		err := Limit{GPU: gpu, Mebibytes: 1024, DriverRoot: t.TempDir(), Cgroups: "/cg"}.Hook(t.Context(), strings.NewReader(state))
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("state %q: got %v", state, err)
+		}
 	}
 }
 
 func TestOnlyGPUsOfOthersAreHidden(t *testing.T) {
-	keep := containerHas(container{config: specs.Spec{Linux: &specs.Linux{
-		Devices: []specs.LinuxDevice{{Path: "/dev/nvidiactl"}, {Path: "/dev/nvidia3"}},
-	}}})
-	for name, want := range map[string]bool{"nvidia3": true, "nvidia0": false, "nvidia30": false} {
-		if got := keep(name); got != want {
-			t.Errorf("%s: %t", name, got)
-		}
+	n := newNode(t)
+	for _, name := range []string{"nvidiactl", "nvidia3", "nvidia0", "nvidia30"} {
+		n.write("driver/dev/"+name, "", 0o600)
 	}
-	if keep := containerHas(container{}); !keep("nvidia0") {
-		t.Error("GPUs are hidden from a container without listed devices")
+	root := filepath.Join(n.dir, "driver")
+	hidden := Limit{Minor: 3, DriverRoot: root}.otherGPUs()
+	for name, want := range map[string]bool{"nvidiactl": false, "nvidia3": false, "nvidia0": true, "nvidia30": true} {
+		if got := slices.Contains(hidden, filepath.Join(root, "dev", name)); got != want {
+			t.Errorf("%s is hidden: %t", name, got)
+		}
 	}
 }
