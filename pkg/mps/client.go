@@ -91,9 +91,7 @@ func NewClient(paths Paths) *Client {
 // Start returns when the daemon runs as d describes. If the daemon already runs so, Start changes
 // nothing. Start first ends a daemon with the same ID and another description.
 //
-// After an error, the supervisor retries a daemon that was ready before, and removes a daemon that
-// never was. Call [Client.Stop] if the context or the connection ended, or if the error says that a
-// process remains.
+// After an error, the supervisor keeps the daemon's files and may retry, until [Client.Stop].
 func (c *Client) Start(ctx context.Context, d Daemon) error {
 	if err := d.Validate(); err != nil {
 		return err

@@ -21,9 +21,9 @@
 // control pipe answers and the supervisor has set every default and read it back. The supervisor
 // restarts a daemon that ends, with the same description in the same directories, because running
 // containers have mounted those. The first restart is immediate, the next ones follow after growing
-// pauses. A first start that fails leaves no files. To stop a daemon, the supervisor sends the
-// command quit, then SIGTERM, then SIGKILL. A daemon is gone when none of its processes is left,
-// including its servers.
+// pauses. It does the same after a first start that fails, until the caller stops the daemon. To
+// stop a daemon, the supervisor sends the command quit, then SIGTERM, then SIGKILL. A daemon is gone
+// when none of its processes is left, including its servers.
 //
 // # Processes of a daemon
 //

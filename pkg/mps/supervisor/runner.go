@@ -54,9 +54,7 @@ type runner struct {
 // progress is how far the runner is with its daemon.
 type progress struct {
 	mps.Status
-	tries    int           // number of starts so far
-	wasReady bool          // the daemon has been ready under this supervisor or an earlier one
-	changed  chan struct{} // closed at the next change
+	changed chan struct{} // closed at the next change
 }
 
 func (r *runner) progress() progress {
@@ -120,7 +118,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 // the daemon does not become ready, and when the daemon has ended. If ctx ends first, serveOnce
 // sends the command quit.
 func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
-	r.setState(mps.Starting, func(now *progress) { now.tries++ })
+	r.setState(mps.Starting, func(*progress) {})
 	if err := s.directories.make(r.spec.ID); err != nil {
 		return err
 	}
@@ -148,7 +146,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 		return err // run ends the daemon's processes.
 	}
 	klog.FromContext(ctx).Info("MPS daemon is ready", "pid", p.pid, "devices", r.spec.Devices)
-	r.setState(mps.Ready, func(now *progress) { now.PID, now.Error, now.wasReady = p.pid, "", true })
+	r.setState(mps.Ready, func(now *progress) { now.PID, now.Error = p.pid, "" })
 	select {
 	case <-p.done:
 		return withLastLines(errEnded, p, output, written, false)

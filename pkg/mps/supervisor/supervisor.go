@@ -121,7 +121,7 @@ func (s *Supervisor) restore() error {
 	for _, id := range ids {
 		spec, err := s.directories.readSpec(s.bootID, id)
 		if err == nil {
-			s.startRunner(spec, true)
+			s.startRunner(spec)
 			continue
 		}
 		logger := klog.FromContext(s.ctx).WithValues("daemon", id)
@@ -141,23 +141,18 @@ func (s *Supervisor) restore() error {
 	return nil
 }
 
-// startRunner creates the runner of a daemon and starts it. wasReady means that a failed start must
-// not remove the daemon, because an earlier supervisor ran it. The caller must hold the daemon in
-// s.queues, unless the supervisor does not yet serve requests.
-func (s *Supervisor) startRunner(spec mps.Daemon, wasReady bool) *runner {
+// startRunner creates the runner of a daemon and starts it. It also returns the runner's progress
+// before the start. The caller must hold the daemon in s.queues, unless the supervisor does not yet
+// serve requests.
+func (s *Supervisor) startRunner(spec mps.Daemon) (*runner, progress) {
 	ctx, end := context.WithCancelCause(s.ctx)
-	r := &runner{
-		spec: spec, end: end, finished: make(chan struct{}), retry: wake.New(), waits: normalWaits,
-		now: progress{
-			Status:   mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()},
-			wasReady: wasReady, changed: make(chan struct{}),
-		},
-	}
+	first := progress{Status: mps.Status{Daemon: spec, State: mps.Starting, Since: time.Now()}, changed: make(chan struct{})}
+	r := &runner{spec: spec, end: end, finished: make(chan struct{}), retry: wake.New(), waits: normalWaits, now: first}
 	s.mu.Lock()
 	s.runners[spec.ID] = r
 	s.mu.Unlock()
 	go s.run(ctx, r)
-	return r
+	return r, first
 }
 
 func (s *Supervisor) find(id string) *runner {
@@ -191,49 +186,39 @@ func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
 		case mps.Ready:
 			return s.verify(ctx, r)
 		case mps.Failed:
-			now.tries++ // Wait for the result of the next start, not of the failed one.
 			r.retry.Wake()
 		}
-		return s.awaitReady(ctx, r, now.tries)
+		return r.awaitReady(ctx, now)
 	}
 	if s.ctx.Err() != nil {
 		return errStopping
 	}
 	if err := s.directories.make(spec.ID); err != nil {
-		return errors.Join(err, s.directories.remove(spec.ID))
+		return err
 	}
 	if err := s.directories.writeSpec(s.bootID, spec); err != nil {
-		return errors.Join(err, s.directories.remove(spec.ID))
+		return err
 	}
-	return s.awaitReady(ctx, s.startRunner(spec, false), 1)
+	r, now := s.startRunner(spec)
+	return r.awaitReady(ctx, now)
 }
 
-// awaitReady returns nil when the daemon is ready. If the start with the number try, or a later
-// one, fails first, awaitReady returns its error. It also removes the daemon then, unless the
-// daemon was ready before.
-func (s *Supervisor) awaitReady(ctx context.Context, r *runner, try int) error {
+// awaitReady returns nil when the daemon is ready, and the daemon's error when a start fails. It
+// waits for one of the two to happen after the progress now.
+func (r *runner) awaitReady(ctx context.Context, now progress) error {
 	for {
-		now := r.progress()
-		switch {
-		case now.State == mps.Ready:
-			return nil
-		case now.State == mps.Failed && now.tries >= try:
-			err := errors.New(now.Error)
-			if now.wasReady {
-				return err
-			}
-			if left := s.stopRunner(r); left != nil {
-				// A process survived SIGKILL. So the runner stays registered and the daemon's files stay.
-				return errors.Join(err, left)
-			}
-			return errors.Join(err, s.directories.remove(r.spec.ID))
-		}
 		select {
 		case <-now.changed:
 		case <-r.finished:
 			return errStopping
 		case <-ctx.Done():
 			return context.Cause(ctx)
+		}
+		switch now = r.progress(); now.State {
+		case mps.Ready:
+			return nil
+		case mps.Failed:
+			return errors.New(now.Error)
 		}
 	}
 }

@@ -52,7 +52,7 @@ func TestVendorControlDaemon(t *testing.T) {
 			if err := n.start(d); err == nil || !strings.Contains(err.Error(), "no MPS for several users") {
 				t.Error("driver without the option:", err)
 			}
-			n.expectNothingLeft("a")
+			n.mustStop("a")
 		})
 	}
 }
