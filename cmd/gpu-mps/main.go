@@ -122,8 +122,6 @@ func supervise(ctx context.Context, args []string) error {
 	flags := newFlags("supervise")
 	flags.StringVar(&o.Paths.PluginDir, "plugin-dir", defaultPluginDir,
 		"the plugin's directory below the kubelet's root, at the same path on the host")
-	flags.StringVar(&o.Paths.ShmRoot, "shm-root", "/dev/shm", "the host's file system for shared memory, as the host sees it")
-	flags.StringVar(&o.ShmRootMount, "shm-root-mount", "", "the shm root as this process sees it; empty means the same path")
 	flags.StringVar(&o.DriverRoot, "driver-root", "/", "root of the NVIDIA driver's files as the host sees it")
 	flags.StringVar(&o.DriverRootMount, "driver-root-mount", "", "the driver root as this process sees it; empty means the same path")
 	flags.StringVar(&o.DevRoot, "dev-root", "", "directory whose dev/ holds the NVIDIA device nodes, as this process sees it; "+

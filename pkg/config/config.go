@@ -68,9 +68,7 @@ func (c *Config) Validate() error {
 		}
 	}
 	// Host and plugin see these directories at the same path, and / would be all of the host.
-	for flag, dir := range map[string]string{
-		"plugin-dir": c.PluginDir, "shm-root": c.ShmRoot, "hook-path": filepath.Dir(c.HookPath),
-	} {
+	for flag, dir := range map[string]string{"plugin-dir": c.PluginDir, "hook-path": filepath.Dir(c.HookPath)} {
 		if filepath.Clean(dir) == "/" {
 			wrong(flag, "the directory / cannot be mounted for it: use a directory below /")
 		}

@@ -36,7 +36,6 @@ type Config struct {
 	DevCharDir      string
 	MPSHookSource   string
 	MPS             bool
-	ShmRoot         string
 	CRISocket       string
 	ReleaseLabels   string
 	ClaimGrace      time.Duration
@@ -75,7 +74,6 @@ func Default() *Config {
 		DeviceMetadata:       true,
 		DevicePluginConflict: ConflictRefuse,
 		MPSHookSource:        "/usr/bin/gpu-mps",
-		ShmRoot:              "/dev/shm",
 		CgroupRoot:           "/sys/fs/cgroup",
 		HTTPAddress:          ":8080",
 		KubeAPIQPS:           100,
@@ -142,7 +140,6 @@ func (c *Config) Fields() []Field {
 			"containers lose a device without such a link when systemd reloads its units; empty means no links")
 	path(&c.MPSHookSource, "mps-hook-source", "the gpu-mps binary in this image, installed next to nvidia-cdi-hook")
 	boolean(&c.MPS, "mps", "whether the cluster has supervisors of MPS daemons; false refuses claims that ask for MPS or fractions")
-	path(&c.ShmRoot, "shm-root", "the host's file system for shared memory, where MPS daemons and their clients get a directory")
 	emptyOrPath(&c.CRISocket, "cri-socket",
 		"socket of the container runtime, which the plugin asks every minute whether CDI is enabled; empty means that "+
 			"it does not ask")

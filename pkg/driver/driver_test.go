@@ -93,7 +93,6 @@ func newNode(t *testing.T) *node {
 	dir := t.TempDir()
 	cfg := config.Default()
 	cfg.NodeName, cfg.Namespace, cfg.DaemonSetName, cfg.PodUID = "node", "gpu", "plugin", "uid"
-	cfg.ShmRoot = t.TempDir()
 	cfg.PluginDir = filepath.Join(dir, "plugin")
 	cfg.RegistrarDir = filepath.Join(dir, "registry")
 	cfg.CDIRoot = filepath.Join(dir, "cdi")

@@ -27,11 +27,11 @@ func Paths(cfg *config.Config) nvidia.Paths {
 
 // MPSPaths returns the configured paths that package mps needs.
 func MPSPaths(cfg *config.Config) mps.Paths {
-	return mps.Paths{PluginDir: cfg.PluginDir, ShmRoot: cfg.ShmRoot}
+	return mps.Paths{PluginDir: cfg.PluginDir}
 }
 
 // visiblePath returns a function that converts the path of a file on the host to its path in the
 // plugin's container. The plugin's own directories have the same path in both.
 func visiblePath(cfg *config.Config) cdi.Mapper {
-	return Paths(cfg).Mapper(cfg.PluginDir, cfg.ShmRoot, filepath.Dir(cfg.HookPath))
+	return Paths(cfg).Mapper(cfg.PluginDir, filepath.Dir(cfg.HookPath))
 }

@@ -79,7 +79,7 @@ func TestMPSRefusalNamesSwitchOrSupervisor(t *testing.T) {
 
 func TestUninstallStopsMPSDaemons(t *testing.T) {
 	cfg := config.Default()
-	cfg.PluginDir, cfg.ShmRoot = t.TempDir(), t.TempDir()
+	cfg.PluginDir = t.TempDir()
 	paths := MPSPaths(cfg)
 	for _, dir := range []string{paths.Pipes("a"), paths.Shm("a")} {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -98,10 +98,8 @@ func TestUninstallStopsMPSDaemons(t *testing.T) {
 	if err := node.StopAll(t.Context()); err != nil || len(running.running) > 0 {
 		t.Errorf("left: %v, %v", running.running, err)
 	}
-	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
-		if _, err := os.Stat(dir); !os.IsNotExist(err) {
-			t.Errorf("%s: %v", dir, err)
-		}
+	if _, err := os.Stat(paths.Root()); !os.IsNotExist(err) {
+		t.Errorf("%s: %v", paths.Root(), err)
 	}
 	node.Supervisor = mps.NewClient(paths)
 	if err := node.StopAll(t.Context()); err != nil {
@@ -112,7 +110,7 @@ func TestUninstallStopsMPSDaemons(t *testing.T) {
 // Stop must succeed and remove the daemon's files even if the node's MPS supervisor is gone.
 // Otherwise claims could not be unprepared.
 func TestStopDaemonWithoutSupervisor(t *testing.T) {
-	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
+	paths := mps.Paths{PluginDir: t.TempDir()}
 	for _, dir := range []string{paths.Pipes("a"), paths.Shm("a")} {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			t.Fatal(err)
@@ -122,9 +120,7 @@ func TestStopDaemonWithoutSupervisor(t *testing.T) {
 	if err := s.Stop(t.Context(), "a"); err != nil {
 		t.Error(err)
 	}
-	for _, dir := range []string{paths.Dir("a"), paths.Shm("a")} {
-		if _, err := os.Stat(dir); !os.IsNotExist(err) {
-			t.Errorf("%s: %v", dir, err)
-		}
+	if _, err := os.Stat(paths.Dir("a")); !os.IsNotExist(err) {
+		t.Errorf("%s: %v", paths.Dir("a"), err)
 	}
 }

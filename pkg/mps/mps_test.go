@@ -81,7 +81,7 @@ func TestEditsMakeAClient(t *testing.T) {
 	}
 	want := []*specs.Mount{
 		{HostPath: "/var/lib/kubelet/plugins/gpu.nvidia.com/mps/a/pipe", ContainerPath: "/tmp/nvidia-mps"},
-		{HostPath: "/dev/shm/gpu-dra-driver-mps/a", ContainerPath: "/dev/shm"},
+		{HostPath: "/var/lib/kubelet/plugins/gpu.nvidia.com/mps/a/shm", ContainerPath: "/dev/shm"},
 	}
 	for _, m := range want {
 		m.Options = []string{"rw", "nosuid", "nodev", "noexec", "bind"}
@@ -118,7 +118,7 @@ func TestEditsReplaceSharedMemoryOfPod(t *testing.T) {
 					seen = m.Source
 				}
 			}
-			if seen != "/dev/shm/gpu-dra-driver-mps/a" {
+			if seen != "/plugin/mps/a/shm" {
 				t.Errorf("the container's /dev/shm is %s: %+v", seen, container.Mounts)
 			}
 		})

@@ -7,15 +7,7 @@ import "path/filepath"
 type Paths struct {
 	// PluginDir is the plugin's directory, such as /var/lib/kubelet/plugins/gpu.nvidia.com.
 	PluginDir string
-	// ShmRoot is the host's file system for shared memory. Empty means /dev/shm.
-	ShmRoot string
 }
-
-const (
-	defaultShmRoot = "/dev/shm"
-	// shmName is the directory in ShmRoot that holds the shared memory of all daemons.
-	shmName = "gpu-dra-driver-mps"
-)
 
 // Root returns the directory that holds the supervisor's socket and one directory for each daemon.
 func (p Paths) Root() string { return filepath.Join(p.PluginDir, "mps") }
@@ -24,8 +16,7 @@ func (p Paths) Root() string { return filepath.Join(p.PluginDir, "mps") }
 // because an ID has no "_".
 func (p Paths) Socket() string { return filepath.Join(p.Root(), "supervisor_socket") }
 
-// Dir returns the directory below Root of the daemon with this ID. It holds everything but the
-// shared memory.
+// Dir returns the directory below Root that holds all files of the daemon with this ID.
 func (p Paths) Dir(id string) string { return filepath.Join(p.Root(), id) }
 
 // Pipes returns the directory with the daemon's pipes. Its clients mount this directory.
@@ -34,13 +25,5 @@ func (p Paths) Pipes(id string) string { return filepath.Join(p.Dir(id), "pipe")
 // Logs returns the directory with the logs of the control daemon and its MPS servers.
 func (p Paths) Logs(id string) string { return filepath.Join(p.Dir(id), "log") }
 
-// ShmDir returns the directory that holds the shared memory of all daemons.
-func (p Paths) ShmDir() string {
-	if p.ShmRoot == "" {
-		return filepath.Join(defaultShmRoot, shmName)
-	}
-	return filepath.Join(p.ShmRoot, shmName)
-}
-
 // Shm returns the directory on the host that the daemon and its clients mount as /dev/shm.
-func (p Paths) Shm(id string) string { return filepath.Join(p.ShmDir(), id) }
+func (p Paths) Shm(id string) string { return filepath.Join(p.Dir(id), "shm") }

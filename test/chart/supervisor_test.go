@@ -120,9 +120,7 @@ func TestSupervisorMountsHostPaths(t *testing.T) {
 				}
 				return ""
 			}
-			for flag, host := range map[string]string{
-				"--plugin-dir": given["--plugin-dir"], "--driver-root-mount": given["--driver-root"], "--shm-root-mount": given["--shm-root"],
-			} {
+			for flag, host := range map[string]string{"--plugin-dir": given["--plugin-dir"], "--driver-root-mount": given["--driver-root"]} {
 				if inside := given[flag]; inside == "" || onHost(inside) != host {
 					t.Errorf("%s=%s is %q on the host, want %q", flag, inside, onHost(inside), host)
 				}
@@ -137,23 +135,6 @@ func TestSupervisorMountsHostPaths(t *testing.T) {
 				t.Errorf("the probe runs %q", probe)
 			}
 		})
-	}
-}
-
-// The plugin removes the files of MPS daemons from the host's shared memory. So its Pod must mount
-// that file system under the same path.
-func TestPluginMountsSharedMemory(t *testing.T) {
-	objects, _ := render(t, withMPS...)
-	pod := only[*appsv1.DaemonSet](t, objects, plugin).Spec.Template.Spec
-	root := flags(only[*appsv1.DaemonSet](t, objects, supervisor).Spec.Template.Spec.Containers[0].Args)["--shm-root"]
-	m := slices.IndexFunc(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == root && !m.ReadOnly })
-	if m < 0 {
-		t.Fatalf("%s is the Pod's own, %+v", root, pod.Containers[0].VolumeMounts)
-	}
-	for _, v := range pod.Volumes {
-		if v.Name == pod.Containers[0].VolumeMounts[m].Name && (v.HostPath == nil || v.HostPath.Path != root) {
-			t.Errorf("%s is %+v", root, v.VolumeSource)
-		}
 	}
 }
 

@@ -188,8 +188,7 @@ func (w *world) unshared(t *testing.T) {
 	const left = `
 ls "$1/mps" | grep -v -e '^supervisor' || true
 ls "$1/state/holders" 2>/dev/null || true
-[ ! -d /dev/shm/gpu-dra-driver-mps ] || find /dev/shm/gpu-dra-driver-mps -mindepth 1
-grep -h -e gpu-dra-driver-mps -e gpu.nvidia.com/mps/ /proc/1/mountinfo || true
+grep -h gpu.nvidia.com/mps/ /proc/1/mountinfo || true
 grep -l nvidia-cuda-mps /proc/[0-9]*/comm 2>/dev/null || true`
 	eventually(t, 30*time.Second, "nothing of shared devices is left on the node", func() (bool, string) {
 		out := strings.TrimSpace(w.on(t, h100, "sh", "-c", left, "sh", pluginDir))

@@ -99,7 +99,7 @@ func TestClaims(t *testing.T) {
 	h := nodeharness.New(t, "0000:1b:00.0", "0000:43:00.0")
 	t.Setenv("NVMLSIM_DEV", filepath.Join(h.Root, "driver", "dev"))
 	installSMI(t, h.Root)
-	daemons := superviseMPS(t, filepath.Join(h.Config().PluginDir, "mps"), filepath.Join(h.Config().ShmRoot, "gpu-dra-driver-mps"))
+	daemons := superviseMPS(t, filepath.Join(h.Config().PluginDir, "mps"))
 	api := nodeharness.NewAPI()
 	running, err := h.Start(t.Context(), api)
 	if err != nil {
@@ -341,14 +341,14 @@ func dialKubelet(t *testing.T, dir string) drapb.DRAPluginClient {
 // supervisor is a fake MPS supervisor. Every daemon that the driver requests is ready at once.
 type supervisor struct {
 	lock     sync.Mutex
-	dir, shm string
+	dir      string
 	requests []json.RawMessage
 	daemons  map[string]json.RawMessage
 }
 
 // superviseMPS starts the fake MPS supervisor on its socket in dir. Like the real one, it creates
-// folders for each daemon below dir and shm.
-func superviseMPS(t *testing.T, dir, shm string) *supervisor {
+// folders for each daemon below dir.
+func superviseMPS(t *testing.T, dir string) *supervisor {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		t.Fatal(err)
@@ -357,7 +357,7 @@ func superviseMPS(t *testing.T, dir, shm string) *supervisor {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &supervisor{dir: dir, shm: shm, daemons: map[string]json.RawMessage{}}
+	s := &supervisor{dir: dir, daemons: map[string]json.RawMessage{}}
 	server := &http.Server{Handler: s, ReadHeaderTimeout: patience}
 	ended := make(chan struct{})
 	go func() {
@@ -378,8 +378,8 @@ func (s *supervisor) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	switch r.Method {
 	case http.MethodPut:
 		body, err := io.ReadAll(r.Body)
-		for _, dir := range []string{filepath.Join(s.dir, id, "pipe"), filepath.Join(s.dir, id, "log"), filepath.Join(s.shm, id)} {
-			err = errors.Join(err, os.MkdirAll(dir, 0o700))
+		for _, dir := range []string{"pipe", "log", "shm"} {
+			err = errors.Join(err, os.MkdirAll(filepath.Join(s.dir, id, dir), 0o700))
 		}
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)

@@ -167,7 +167,6 @@ func (n Node) Config() *config.Config {
 	c.RegistrarDir = filepath.Join(n.Root, "registry")
 	c.DriverRoot, c.DriverRootMount = "/run/nvidia/driver", filepath.Join(n.Root, "driver")
 	c.SysfsRoot, c.ProcRoot = filepath.Join(n.Root, "sys"), filepath.Join(n.Root, "proc")
-	c.ShmRoot = filepath.Join(n.Root, "shm")
 	c.HookSource, c.HookPath = "/bin/true", filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
 	c.MPSHookSource, c.MPS = c.HookSource, true
 	return c

@@ -42,7 +42,7 @@ type control struct {
 // newControl returns the control of a daemon. It looks for the driver's programs at each call,
 // because the driver may be installed or replaced at any time.
 func newControl(o Options, spec mps.Daemon) (control, error) {
-	paths := o.visible()
+	paths := o.Paths
 	program, controlErr := driverroot.Find(o.DriverRootMount, controlProgram)
 	server, serverErr := driverroot.Find(o.DriverRootMount, serverProgram)
 	if err := cmp.Or(controlErr, serverErr); err != nil {

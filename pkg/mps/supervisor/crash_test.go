@@ -137,10 +137,6 @@ func TestRestoreFromDisk(t *testing.T) {
 			must(t, d0.make("a"), os.WriteFile(filepath.Join(d0.paths.Dir("a"), specFile), []byte("{"), 0o600))
 		}, false},
 		"directories without a specification": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a")) }, false},
-		"shared memory alone": {func(t *testing.T, d0 directories) {
-			t.Helper()
-			must(t, d0.make("a"), unmountAll(d0.paths.Pipes("a")), os.RemoveAll(d0.paths.Dir("a")))
-		}, false},
 		"record of an unrelated process": {func(t *testing.T, d0 directories) {
 			t.Helper()
 			must(t, d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{PID: os.Getpid(), StartTime: 1}))
@@ -149,7 +145,7 @@ func TestRestoreFromDisk(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			n := newNode(t)
-			d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+			d0 := directories{paths: n.paths}
 			must(t, d0.prepare())
 			c.put(t, d0)
 			leftover := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram))
@@ -167,9 +163,8 @@ func TestRestoreFromDisk(t *testing.T) {
 				return
 			}
 			n.await("the daemon is removed", func() bool {
-				_, onDisk := os.Lstat(n.paths.Dir("a"))
-				_, inShm := os.Lstat(n.paths.Shm("a"))
-				return onDisk != nil && inShm != nil
+				_, err := os.Lstat(n.paths.Dir("a"))
+				return err != nil
 			})
 			if s := n.status("a"); s.State != "" {
 				t.Errorf("%+v", s)
@@ -182,7 +177,7 @@ func TestRestoreFromDisk(t *testing.T) {
 // "a".
 func (n *node) superviseAfter(pid int) {
 	n.t.Helper()
-	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+	d0 := directories{paths: n.paths}
 	boot, err := durable.BootID(procRoot)
 	must(n.t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
 	started, err := startTime(procRoot, pid)

@@ -7,9 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
-	"sync"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -48,13 +45,11 @@ type runRecord struct {
 
 // directories creates, reads and removes the files of all daemons.
 type directories struct {
-	paths mps.Paths // in the supervisor's container
+	paths mps.Paths
 	label string
 	// sharedMemory is the size of each daemon's /dev/shm, as tmpfs(5) writes sizes. The daemon's
 	// clients mount the same file system.
 	sharedMemory string
-	// shm is locked while paths.ShmDir() is created or removed.
-	shm *sync.Mutex
 }
 
 // prepare creates the directory that holds the directories of all daemons.
@@ -69,11 +64,6 @@ func (d directories) prepare() error {
 // running containers may have mounted them.
 func (d directories) make(id string) error {
 	if err := durable.MakeDir(durable.OS{}, d.paths.Dir(id)); err != nil {
-		return err
-	}
-	d.shm.Lock()
-	defer d.shm.Unlock()
-	if err := d.makeShmDir(); err != nil {
 		return err
 	}
 	for _, dir := range []struct {
@@ -129,26 +119,6 @@ func (d directories) removeClientFiles(id string) error {
 	return nil
 }
 
-// makeShmDir creates the directory that holds the shared memory of all daemons. Every user of the
-// host can write to the parent directory, so makeShmDir checks that root owns the directory.
-func (d directories) makeShmDir() error {
-	dir := d.paths.ShmDir()
-	if err := os.Mkdir(dir, 0o711); err != nil && !errors.Is(err, fs.ErrExist) {
-		return fmt.Errorf("create the directory for shared memory (is the host's %s mounted?): %w", filepath.Dir(dir), err)
-	}
-	info, err := os.Lstat(dir)
-	if err != nil {
-		return fmt.Errorf("check the directory for shared memory: %w", err)
-	}
-	if stat, ok := info.Sys().(*syscall.Stat_t); !info.IsDir() || !ok || int(stat.Uid) != os.Geteuid() {
-		return fmt.Errorf("%s is not a directory of root's: another user created it, remove it", dir)
-	}
-	if err := os.Chmod(dir, 0o711); err != nil { // Other users may enter the directory but not list it.
-		return fmt.Errorf("create the directory for shared memory: %w", err)
-	}
-	return nil
-}
-
 // remove removes a daemon's directories. It removes spec.json first: without that file, the next
 // supervisor does not start the daemon again.
 func (d directories) remove(id string) error {
@@ -169,9 +139,6 @@ func (d directories) remove(id string) error {
 	}
 	err = errors.Join(err, os.RemoveAll(dir))
 	if err == nil {
-		d.shm.Lock()
-		_ = os.Remove(d.paths.ShmDir()) // This fails while other daemons have a directory in it.
-		d.shm.Unlock()
 		err = durable.OS{}.SyncDir(d.paths.Root())
 	}
 	if err != nil {
@@ -234,23 +201,17 @@ func (d directories) read(id, name string, into any) error {
 	return nil
 }
 
-// daemonIDs returns the IDs of the daemons that have a directory on disk or for shared memory.
+// daemonIDs returns the IDs of the daemons that have a directory, sorted.
 func (d directories) daemonIDs() ([]string, error) {
+	entries, err := os.ReadDir(d.paths.Root())
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("list the MPS daemons: %w", err)
+	}
 	var ids []string
-	for _, dir := range []string{d.paths.Root(), d.paths.ShmDir()} {
-		entries, err := os.ReadDir(dir)
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("list the MPS daemons: %w", err)
-		}
-		for _, e := range entries {
-			if e.IsDir() && mps.ValidID(e.Name()) {
-				ids = append(ids, e.Name())
-			}
+	for _, e := range entries {
+		if e.IsDir() && mps.ValidID(e.Name()) {
+			ids = append(ids, e.Name())
 		}
 	}
-	slices.Sort(ids)
-	return slices.Compact(ids), nil
+	return ids, nil
 }

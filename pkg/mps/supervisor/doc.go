@@ -5,15 +5,15 @@
 // # Files of a daemon
 //
 // In the plugin's directory, mps/<ID>/ holds spec.json (the daemon's description and the boot in
-// which it was requested), run.json (its process), pipe/ (shared with its clients) and log/. Its
-// shared memory is <shm root>/gpu-dra-driver-mps/<ID>. spec.json is on disk before the first
-// process starts, so after any crash the next supervisor knows which daemons should exist. The
-// supervisor discards an unreadable spec.json, or one of an earlier boot, with the daemon's
-// directories. No process of such a daemon survived, and the plugin requests the daemon again.
+// which it was requested), run.json (its process), log/, and what it shares with its clients: pipe/
+// and shm/, the shared memory. spec.json is on disk before the first process starts, so after any
+// crash the next supervisor knows which daemons should exist. The supervisor discards an unreadable
+// spec.json, or one of an earlier boot, with the daemon's directories. No process of such a daemon
+// survived, and the plugin requests the daemon again.
 //
-// Clients can write to pipe/ and to the shared memory. Each of the two is a tmpfs of limited size,
-// so that clients cannot fill the node's file systems. The supervisor mounts both before containers
-// bind-mount them, and unmounts them when it removes the daemon.
+// Clients can write to pipe/ and shm/. Each of the two is a tmpfs of limited size, so that clients
+// cannot fill the node's file systems. The supervisor mounts both before containers bind-mount
+// them, and unmounts them when it removes the daemon.
 //
 // # Life of a daemon
 //
@@ -22,8 +22,8 @@
 // restarts a daemon that ends, with the same description in the same directories, because running
 // containers have mounted those. The first restart is immediate, the next ones follow after growing
 // pauses. It does the same after a first start that fails, until the caller stops the daemon. To
-// stop a daemon, the supervisor sends the command quit, then SIGTERM, then SIGKILL. A daemon is gone
-// when none of its processes is left, including its servers.
+// stop a daemon, the supervisor sends the command quit, then SIGTERM, then SIGKILL. A daemon is
+// gone when none of its processes is left, including its servers.
 //
 // # Processes of a daemon
 //

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"sync"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -33,7 +32,7 @@ func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
 		return fmt.Errorf("remove MPS daemon %s: %w", id, err)
 	}
 	defer held.Release()
-	return forget(directories{paths: paths, shm: new(sync.Mutex)}, proc, id)
+	return forget(directories{paths: paths}, proc, id)
 }
 
 func forget(d directories, proc, id string) error {
@@ -54,7 +53,7 @@ func forget(d directories, proc, id string) error {
 // RemoveAll removes the files of all daemons. Call it only if no MPS daemon runs on this node and
 // none will run again.
 func RemoveAll(paths mps.Paths) error {
-	d := directories{paths: paths, shm: new(sync.Mutex)}
+	d := directories{paths: paths}
 	ids, err := d.daemonIDs()
 	if err != nil {
 		return err
@@ -64,10 +63,8 @@ func RemoveAll(paths mps.Paths) error {
 			return err
 		}
 	}
-	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
-		if err := os.RemoveAll(dir); err != nil {
-			return fmt.Errorf("remove the directories of all MPS daemons: %w", err)
-		}
+	if err := os.RemoveAll(paths.Root()); err != nil {
+		return fmt.Errorf("remove the directories of all MPS daemons: %w", err)
 	}
 	return nil
 }

@@ -12,11 +12,11 @@ import (
 
 func TestForgetRemovesDaemonWithoutSupervisor(t *testing.T) {
 	needMounts(t)
-	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
+	paths := mps.Paths{PluginDir: t.TempDir()}
 	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
 		t.Errorf("on a node without a supervisor: %v", err)
 	}
-	d := directories{paths: paths, shm: new(sync.Mutex)}
+	d := directories{paths: paths}
 	if err := d.prepare(); err != nil {
 		t.Fatal(err)
 	}
@@ -31,21 +31,17 @@ func TestForgetRemovesDaemonWithoutSupervisor(t *testing.T) {
 	if err := Forget(t.Context(), paths, procRoot, "claim-0"); err != nil {
 		t.Fatal(err)
 	}
-	for _, dir := range []string{paths.Dir("claim-0"), paths.Shm("claim-0")} {
-		if _, err := os.Stat(dir); !os.IsNotExist(err) {
-			t.Errorf("%s: %v", dir, err)
-		}
+	if _, err := os.Stat(paths.Dir("claim-0")); !os.IsNotExist(err) {
+		t.Errorf("%s: %v", paths.Dir("claim-0"), err)
 	}
-	if left, err := d.daemonIDs(); err != nil || !slices.Equal(slices.Compact(left), []string{"claim-1"}) {
+	if left, err := d.daemonIDs(); err != nil || !slices.Equal(left, []string{"claim-1"}) {
 		t.Errorf("daemons left: %v, %v", left, err)
 	}
 	if err := RemoveAll(paths); err != nil {
 		t.Error(err)
 	}
-	for _, dir := range []string{paths.Root(), paths.ShmDir()} {
-		if _, err := os.Stat(dir); !os.IsNotExist(err) {
-			t.Errorf("%s: %v", dir, err)
-		}
+	if _, err := os.Stat(paths.Root()); !os.IsNotExist(err) {
+		t.Errorf("%s: %v", paths.Root(), err)
 	}
 }
 
@@ -64,8 +60,8 @@ func TestForgetFailsWhileSupervisorRuns(t *testing.T) {
 // Several claims may end at the same time, so concurrent calls of Forget must all succeed.
 func TestConcurrentForget(t *testing.T) {
 	needMounts(t)
-	paths := mps.Paths{PluginDir: t.TempDir(), ShmRoot: t.TempDir()}
-	d := directories{paths: paths, shm: new(sync.Mutex)}
+	paths := mps.Paths{PluginDir: t.TempDir()}
+	d := directories{paths: paths}
 	must(t, d.prepare())
 	for i := range 16 {
 		must(t, d.make("claim-"+itoa(i)))
@@ -97,7 +93,7 @@ func TestForgetFailsWhileDaemonSurvives(t *testing.T) {
 			n.superviseSeparately()
 			n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
 			n.kill()
-			d := directories{paths: n.paths, shm: new(sync.Mutex)}
+			d := directories{paths: n.paths}
 			var run runRecord
 			must(t, d.read("a", runFile, &run))
 			pid := run.PID

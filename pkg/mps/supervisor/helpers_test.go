@@ -96,11 +96,7 @@ func newNode(t *testing.T) *node {
 			t.Fatal(err)
 		}
 	}
-	n := &node{t: t, paths: mps.Paths{PluginDir: filepath.Join(dir, "plugin"), ShmRoot: filepath.Join(dir, "shm")},
-		log: filepath.Join(dir, "supervisor.log")}
-	if err := os.MkdirAll(n.paths.ShmRoot, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	n := &node{t: t, paths: mps.Paths{PluginDir: filepath.Join(dir, "plugin")}, log: filepath.Join(dir, "supervisor.log")}
 	n.options = Options{Paths: n.paths, DriverRoot: "/opt/driver", DriverRootMount: root, Program: filepath.Join(built, mps.HookProgram),
 		StartTimeout: DefaultStartTimeout}
 	n.client = mps.NewClient(n.paths)
@@ -154,8 +150,7 @@ func (n *node) superviseSeparately() {
 	log := n.openLog()
 	defer func() { _ = log.Close() }()
 	o := n.options
-	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--shm-root="+o.Paths.ShmRoot,
-		"--driver-root="+o.DriverRoot,
+	n.cmd = exec.Command(o.Program, "supervise", "--plugin-dir="+o.Paths.PluginDir, "--driver-root="+o.DriverRoot,
 		"--driver-root-mount="+o.DriverRootMount, "--dev-root="+o.DevRoot, "--shared-memory="+fmt.Sprint(o.SharedMemory))
 	n.cmd.Stdout, n.cmd.Stderr = log, log
 	must(n.t, n.cmd.Start())
@@ -275,10 +270,8 @@ func (n *node) expectNothingLeft(id string) {
 	if pids := n.processes(id); len(pids) > 0 {
 		n.t.Errorf("processes %v of %s are left", pids, id)
 	}
-	for _, dir := range []string{n.paths.Dir(id), n.paths.Shm(id)} {
-		if _, err := os.Lstat(dir); !errors.Is(err, fs.ErrNotExist) {
-			n.t.Errorf("%s is left (%v)", dir, err)
-		}
+	if _, err := os.Lstat(n.paths.Dir(id)); !errors.Is(err, fs.ErrNotExist) {
+		n.t.Errorf("%s is left (%v)", n.paths.Dir(id), err)
 	}
 }
 

@@ -18,11 +18,7 @@ const DefaultStartTimeout = 8 * time.Second
 
 // Options are the paths and settings of a supervisor.
 type Options struct {
-	// Paths are the paths on the host.
 	Paths mps.Paths
-	// ShmRootMount is the path of Paths.ShmRoot in the supervisor's container. Empty means the same
-	// path.
-	ShmRootMount string
 	// DriverRoot is the root of the driver's files on the host. Messages name it. DriverRootMount is
 	// the path of the same directory in the supervisor's container.
 	DriverRoot, DriverRootMount string
@@ -44,9 +40,6 @@ type Options struct {
 func (o *Options) complete() error {
 	if !filepath.IsAbs(o.Paths.PluginDir) {
 		return fmt.Errorf("the plugin directory %q is not an absolute path", o.Paths.PluginDir)
-	}
-	if o.ShmRootMount == "" {
-		o.ShmRootMount = filepath.Dir(o.Paths.ShmDir())
 	}
 	if o.DriverRootMount == "" {
 		o.DriverRootMount = o.DriverRoot
@@ -75,10 +68,4 @@ func (o *Options) sharedMemory() string {
 		return halfOfMemory
 	}
 	return mebibytes(o.SharedMemory)
-}
-
-// visible returns the paths as the supervisor's container sees them. Only ShmRoot differs from
-// those of the host.
-func (o *Options) visible() mps.Paths {
-	return mps.Paths{PluginDir: o.Paths.PluginDir, ShmRoot: o.ShmRootMount}
 }

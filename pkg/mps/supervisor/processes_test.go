@@ -5,7 +5,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -81,7 +80,7 @@ func TestUnkillableProcessIsReported(t *testing.T) {
 	must(t, err)
 	d := mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}
 	boot, err := durable.BootID(procRoot)
-	d0 := directories{paths: n.paths, shm: new(sync.Mutex)}
+	d0 := directories{paths: n.paths}
 	must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{Groups: groups}))
 	n.supervise()
 	if err := n.start(d); err == nil || !strings.Contains(err.Error(), "cannot be killed") || !strings.Contains(err.Error(), itoa(pid)) {

@@ -92,9 +92,9 @@ func unmountAll(path string) error {
 	}
 }
 
-// removeUnmounted removes the directory path with its content, on which this process sees no mount.
-// A container with the node's /dev may still see one. Then the kernel refuses the removal in every
-// mount namespace that has a copy of the mount, so removeUnmounted retries in one without mounts.
+// removeUnmounted removes the directory path, on which nothing is mounted any more. Another path,
+// such as the driver root if that is the host's /, may still show the mount. The kernel refuses the
+// removal in every mount namespace that does, so removeUnmounted retries in one without mounts.
 func removeUnmounted(path string) error {
 	err := os.RemoveAll(path)
 	if !errors.Is(err, unix.EBUSY) {

@@ -52,7 +52,7 @@ func TestClientsCannotFillTheNode(t *testing.T) {
 			t.Errorf("%s accepted %d files: %v", dir, made, err)
 		}
 	}
-	for _, dir := range []string{n.paths.Pipes("b"), n.paths.Shm("b"), n.paths.Logs("a"), n.paths.ShmDir()} {
+	for _, dir := range []string{n.paths.Pipes("b"), n.paths.Shm("b"), n.paths.Logs("a"), n.paths.Root()} {
 		if err := os.WriteFile(filepath.Join(dir, "little"), []byte("x"), 0o600); err != nil {
 			t.Errorf("with the file systems of daemon a full: %v", err)
 		}
@@ -77,7 +77,7 @@ func TestClientsCannotFillTheNode(t *testing.T) {
 	n.mustStop("b")
 	mounts, err := os.ReadFile("/proc/self/mountinfo")
 	must(t, err)
-	if bytes.Contains(mounts, []byte(n.paths.PluginDir)) || bytes.Contains(mounts, []byte(n.paths.ShmRoot)) {
+	if bytes.Contains(mounts, []byte(n.paths.PluginDir)) {
 		t.Error("a mount is left")
 	}
 }
@@ -114,12 +114,12 @@ func TestMountKeepsNonEmptyDirectory(t *testing.T) {
 	must(t, unmountAll(dir), unmountAll(dir), os.Remove(dir), unmountAll(dir))
 }
 
-// A container with the node's /dev has a copy of the daemon's mount, hidden under the container's
-// own mounts. The supervisor must still be able to remove the directory.
+// A plugin whose driver root is the host's / has a copy of the daemon's mount there, maybe hidden
+// under other mounts. Forget must still be able to remove the directory.
 func TestRemoveDirectoryWithHiddenMountCopy(t *testing.T) {
 	needMounts(t)
 	top := t.TempDir()
-	dir, copies := filepath.Join(top, "shm", "a"), filepath.Join(top, "dev")
+	dir, copies := filepath.Join(top, "mps", "a"), filepath.Join(top, "driver-root")
 	must(t, os.MkdirAll(dir, 0o700), os.Mkdir(copies, 0o700))
 	must(t, quota{size: "1m", files: 16}.mount(dir))
 	must(t, unix.Mount(filepath.Dir(dir), copies, "", unix.MS_BIND|unix.MS_REC, ""))

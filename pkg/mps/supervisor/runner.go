@@ -81,7 +81,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 	logs, stopLogs := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopLogs()
 	var logging sync.WaitGroup
-	follower := newFollower(s.visible.Logs(r.spec.ID), func(file, line string) {
+	follower := newFollower(s.options.Paths.Logs(r.spec.ID), func(file, line string) {
 		logger.Info("MPS daemon logged", "file", file, "line", line)
 	})
 	logging.Go(func() { follower.follow(logs) })
@@ -126,7 +126,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 	if err != nil {
 		return err
 	}
-	output, err := openOutput(s.visible.Logs(r.spec.ID))
+	output, err := openOutput(s.options.Paths.Logs(r.spec.ID))
 	if err != nil {
 		return err
 	}

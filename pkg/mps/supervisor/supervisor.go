@@ -25,7 +25,6 @@ import (
 // Supervisor is the parent of a node's MPS control daemons. Only one runs on a node at a time.
 type Supervisor struct {
 	options     Options
-	visible     mps.Paths
 	directories directories
 	bootID      string
 	groups      string // control groups of the supervisor
@@ -51,13 +50,11 @@ func Run(ctx context.Context, options Options) error {
 		return err
 	}
 	s := &Supervisor{
-		options: options, visible: options.visible(), bootID: boot, groups: groups,
-		directories: directories{
-			paths: options.visible(), label: options.SELinuxLabel, sharedMemory: options.sharedMemory(), shm: new(sync.Mutex),
-		},
-		runners: map[string]*runner{},
+		options: options, bootID: boot, groups: groups,
+		directories: directories{paths: options.Paths, label: options.SELinuxLabel, sharedMemory: options.sharedMemory()},
+		runners:     map[string]*runner{},
 	}
-	held, err := acquireSupervisorLock(ctx, s.visible.Root(), s.directories.prepare)
+	held, err := acquireSupervisorLock(ctx, s.options.Paths.Root(), s.directories.prepare)
 	if err != nil {
 		return err
 	}
@@ -75,17 +72,17 @@ func Run(ctx context.Context, options Options) error {
 // serve answers the plugin's requests until ctx ends. Then it calls stopRunners to stop all
 // daemons, and answers the requests that are still waiting.
 func (s *Supervisor) serve(ctx context.Context, stopRunners func()) error {
-	listener, err := mps.Listen(s.visible)
+	listener, err := mps.Listen(s.options.Paths)
 	if err != nil {
 		return err
 	}
 	server := &http.Server{Handler: s.handler(), ReadHeaderTimeout: 5 * time.Second}
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(listener) }()
-	klog.FromContext(ctx).Info("Supervising MPS daemons", "socket", s.visible.Socket(), "driverRoot", s.options.DriverRoot)
+	klog.FromContext(ctx).Info("Supervising MPS daemons", "socket", s.options.Paths.Socket(), "driverRoot", s.options.DriverRoot)
 	select {
 	case err := <-failed:
-		return fmt.Errorf("serve %s: %w", s.visible.Socket(), err)
+		return fmt.Errorf("serve %s: %w", s.options.Paths.Socket(), err)
 	case <-ctx.Done():
 	}
 	// After this call, requests that wait for a daemon return errStopping.
@@ -265,7 +262,7 @@ func (s *Supervisor) verify(ctx context.Context, r *runner) error {
 func (s *Supervisor) checkDirectories(r *runner) error {
 	pid := r.progress().PID
 	for outside, inside := range map[string]string{
-		s.visible.Pipes(r.spec.ID): namespace.Pipes, s.visible.Shm(r.spec.ID): namespace.SharedMemory,
+		s.options.Paths.Pipes(r.spec.ID): namespace.Pipes, s.options.Paths.Shm(r.spec.ID): namespace.SharedMemory,
 	} {
 		have, err := os.Stat(procPath(procRoot, pid, filepath.Join("root", inside)))
 		if errors.Is(err, fs.ErrNotExist) {
@@ -316,7 +313,7 @@ func (s *Supervisor) stopRunner(r *runner) error {
 
 // processesOf returns the set of processes of a daemon.
 func (s *Supervisor) processesOf(id string) processSet {
-	k := processSet{mark: mark(s.visible, id), groups: []string{s.groups}, proc: procRoot}
+	k := processSet{mark: mark(s.options.Paths, id), groups: []string{s.groups}, proc: procRoot}
 	var run runRecord
 	if err := s.directories.read(id, runFile, &run); err == nil && run.Groups != "" {
 		k.groups = append(k.groups, run.Groups)

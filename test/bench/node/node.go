@@ -81,7 +81,7 @@ func New(ctx context.Context, o Options) (*Node, error) {
 		return nil, fmt.Errorf("make node %s: %w", o.Name, err)
 	}
 	n.cfg = n.Config()
-	n.cfg.NodeName, n.cfg.CDIRoot, n.cfg.Kubeconfig, n.cfg.ShmRoot = o.Name, o.CDIRoot, o.Kubeconfig, o.CDIRoot
+	n.cfg.NodeName, n.cfg.CDIRoot, n.cfg.Kubeconfig = o.Name, o.CDIRoot, o.Kubeconfig
 	n.cfg.HTTPAddress = ""
 	if o.MIGPolicy != "" {
 		n.cfg.SettingsFile = filepath.Join(root, "settings.yaml")
