@@ -60,7 +60,7 @@ const initialSlice = device.TimeSliceMedium
 
 // gpuMemory is the memory of a GPU. It is enough for three shares that are limited to 8 GiB each. A
 // partition has room for two of them.
-const gpuMemory = 26 << 30
+const gpuMemory = 24<<30 + 1280<<20
 
 // profiles are some of the GPU instance profiles of an H100. The smallest has room for two limited
 // shares.

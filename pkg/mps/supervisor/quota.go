@@ -6,12 +6,13 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 )
 
 // Directories that clients can write to are small file systems of their own, so that clients cannot
@@ -105,13 +106,8 @@ func removeUnmounted(path string) error {
 		return &fs.PathError{Op: "open", Path: filepath.Dir(path), Err: err}
 	}
 	defer func() { _ = unix.Close(parent) }()
-	done := make(chan error)
-	go func() {
-		// Never unlock the thread, so that it and its mount namespace end with this goroutine.
-		runtime.LockOSThread()
-		done <- removeFromBare(parent, path)
-	}()
-	return <-done
+	onecard.OnSpareThread(func() { err = removeFromBare(parent, path) })
+	return err
 }
 
 // removeFromBare moves its thread to a new mount namespace and unmounts everything there but the

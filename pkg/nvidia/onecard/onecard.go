@@ -40,19 +40,27 @@ func Others(devRoot string, keep func(name string) bool) []string {
 // cannot be opened. The device nodes stay visible, because the driver's library, running as root,
 // would create missing ones. If hiding fails, f runs anyway, with all GPUs, which usually works.
 func Hide(nodes []string, f func()) {
+	if len(nodes) == 0 {
+		f()
+		return
+	}
+	OnSpareThread(func() {
+		_ = hide(nodes)
+		f()
+	})
+}
+
+// OnSpareThread calls f on a thread that ends afterwards, so that f may move it to other
+// namespaces. It is not the main thread, which would stay in them, and which `kubectl exec` follows.
+func OnSpareThread(f func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if len(nodes) > 0 {
-			runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-			if unix.Gettid() == os.Getpid() {
-				// The main thread does not end, and `kubectl exec` enters its namespaces. While this goroutine
-				// has it, Go gives another goroutine another thread.
-				defer runtime.UnlockOSThread()
-				Hide(nodes, f)
-				return
-			}
-			_ = hide(nodes)
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		if unix.Gettid() == os.Getpid() {
+			defer runtime.UnlockOSThread()
+			OnSpareThread(f) // gets another thread while this goroutine has the main one
+			return
 		}
 		f()
 	}()
