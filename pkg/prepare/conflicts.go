@@ -44,20 +44,16 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 			if !conflicts && !e.Inexact() {
 				continue
 			}
-			refusal := &InUseError{Request: d.Request, Device: d.Device, Holder: checkpoint.HolderClaim{UID: e.ClaimUID}, Conflict: conflict}
 			holder, found, err := p.node.Records.Load(e.ClaimUID)
-			if err == nil && e.Inexact() {
-				if refusal.Conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices()); !conflicts {
-					continue
-				}
-			}
 			if err != nil {
-				refusal.Unreadable = err
-			} else if found {
-				refusal.Holder = holderClaim(holder)
-				refusal.Leaving = holder.State == checkpoint.Reverting
+				return inUnknownUseError(d, conflictProblem(d, conflict), e.ClaimUID, err)
 			}
-			return cause.Wrap(cause.Held, refusal)
+			if e.Inexact() {
+				conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices())
+			}
+			if found && conflicts {
+				return &heldError{inUseError(d, conflictProblem(d, conflict), holder), []checkpoint.HolderClaim{holderClaim(holder)}}
+			}
 		}
 	}
 	return nil
@@ -80,10 +76,7 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 				return err
 			}
 		case found && sharesDifferently(d, holder):
-			return cause.Wrap(cause.Held, &InUseError{
-				Request: d.Request, Device: d.Device, Holder: holderClaim(holder), SharedDifferently: true,
-				Leaving: holder.State == checkpoint.Reverting,
-			})
+			return inUseError(d, sharedDifferently, holder)
 		case found:
 			holders = append(holders, holder)
 		}
@@ -92,10 +85,6 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 		return nil
 	}
 	return pl.checkCapacity(i, holders)
-}
-
-func holderClaim(r checkpoint.Record) checkpoint.HolderClaim {
-	return checkpoint.HolderClaim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name}
 }
 
 // checkUnreadableShare refuses the share d because it is unknown how much of the device the claim
@@ -107,11 +96,14 @@ func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unre
 	if alike && sameAllocation {
 		return nil
 	}
-	return cause.Wrap(cause.Held, &InUseError{
-		Request: d.Request, Device: d.Device, Holder: checkpoint.HolderClaim{UID: uid}, SharedDifferently: !alike,
-		Unreadable: unreadable,
-	})
+	problem := "is in use"
+	if !alike {
+		problem = sharedDifferently
+	}
+	return inUnknownUseError(d, problem, uid, unreadable)
 }
+
+const sharedDifferently = "cannot have fractions and plain shares at the same time, and is in use"
 
 // sharesDifferently reports whether one claim has shares of the device with limited memory and the
 // other has shares without limits, which exclude each other. The scheduler allocates both only if
@@ -120,6 +112,15 @@ func sharesDifferently(d checkpoint.Device, holder checkpoint.Record) bool {
 	return slices.ContainsFunc(holder.Devices, func(h checkpoint.Device) bool {
 		return h.Device == d.Device && !h.AdminAccess && h.Fraction != d.Fraction
 	})
+}
+
+// conflictProblem says what is wrong with device d while another claim uses the device conflict,
+// which is d itself, another device, or empty if that is unknown.
+func conflictProblem(d checkpoint.Device, conflict string) string {
+	if conflict == "" || conflict == d.Device {
+		return "is in use"
+	}
+	return "cannot exist together with " + conflict + ", which is in use"
 }
 
 // findConflict returns the first name in occupied of a device that cannot be used together with the
@@ -146,24 +147,17 @@ func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.Reso
 	waiting, cancel := context.WithTimeout(ctx, p.opts.ConflictWait)
 	defer cancel()
 	err = refused
-	for refusal := conflictError(nil); errors.As(err, &refusal) && p.waitForUnprepare(waiting, refusal.blockers()); {
+	for held := new(heldError); errors.As(err, &held) && p.waitForUnprepare(waiting, held.blockers); {
 		devices, err = p.prepare(ctx, p.node.Hardware.Snapshot(), c, true)
 	}
 	return devices, err
-}
-
-// conflictError is an error that names the claims in the way. A retry can succeed only after one of
-// these claims was unprepared.
-type conflictError interface {
-	error
-	blockers() []checkpoint.HolderClaim
 }
 
 // waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
 // returns false if ctx ends or the plugin stops first, or if the record of one of these claims
 // cannot be read.
 func (p *Preparer) waitForUnprepare(ctx context.Context, holders []checkpoint.HolderClaim) bool {
-	if len(holders) == 0 || ctx.Err() != nil {
+	if ctx.Err() != nil {
 		return false
 	}
 	names := make([]string, len(holders))

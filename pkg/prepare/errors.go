@@ -6,57 +6,38 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-// InUseError refuses a device because another claim uses this device, or a device that cannot exist
-// together with it.
-type InUseError struct {
-	Request string
-	Device  string
-	// Conflict is the device that the other claim uses. It is Device itself, or a device that cannot
-	// exist together with Device. It is empty if the other claim's record cannot be read.
-	Conflict string
-	// Holder is the other claim. Its namespace and name are empty if its record cannot be read.
-	Holder checkpoint.HolderClaim
-	// Leaving means that the other claim is being unprepared.
-	Leaving bool
-	// SharedDifferently means that one of the two claims has shares of the device with limited memory,
-	// and the other has shares without limits.
-	SharedDifferently bool
-	// Unreadable is why the other claim's record cannot be read.
-	Unreadable error
+// heldError refuses a device because of other claims. A retry can succeed only after one of the
+// claims in blockers was unprepared.
+type heldError struct {
+	error
+	blockers []checkpoint.HolderClaim
 }
 
-// blockers returns the other claim, for which Prepare waits. It returns none if waiting cannot
-// help: the other claim's record is unreadable, or the two claims share the device in different
-// ways.
-func (e *InUseError) blockers() []checkpoint.HolderClaim {
-	if e.SharedDifferently || e.Unreadable != nil {
-		return nil
-	}
-	return []checkpoint.HolderClaim{e.Holder}
-}
+func (e *heldError) Unwrap() error { return e.error }
 
-func (e *InUseError) Error() string {
-	claim := "claim " + e.Holder.String()
-	if e.Holder.Name == "" {
-		claim = "the claim with UID " + string(e.Holder.UID) + ", whose record cannot be read"
-		if e.Unreadable != nil {
-			claim += " (" + e.Unreadable.Error() + ")"
-		}
-	}
-	problem := "device " + e.Device + " is in use"
-	if e.SharedDifferently {
-		problem = "device " + e.Device + " cannot have fractions and plain shares at the same time, and is in use"
-	}
-	if e.Conflict != "" && e.Conflict != e.Device {
-		problem = "device " + e.Device + " cannot exist together with " + e.Conflict + ", which is in use"
-	}
-	wayOut := "wait until the last Pod of that claim has ended on this node"
-	if e.Leaving {
+const waitForPods = "wait until the last Pod of that claim has ended on this node"
+
+// inUseError refuses device d, because it has this problem with the claim of record "other".
+func inUseError(d checkpoint.Device, problem string, other checkpoint.Record) error {
+	wayOut := waitForPods
+	if other.State == checkpoint.Reverting {
 		wayOut = "that claim is being unprepared, which ends when no process uses its partitions"
 	}
-	return fmt.Sprintf("request %s: %s by %s: %s", e.Request, problem, claim, wayOut)
+	return cause.Errorf(cause.Held, "request %s: device %s %s by claim %s: %s", d.Request, d.Device, problem, holderClaim(other), wayOut)
+}
+
+// inUnknownUseError refuses device d, because it has this problem with the claim with this uid,
+// whose record cannot be read.
+func inUnknownUseError(d checkpoint.Device, problem string, uid types.UID, unreadable error) error {
+	return cause.Errorf(cause.Held, "request %s: device %s %s by the claim with UID %s, whose record cannot be read (%v): %s",
+		d.Request, d.Device, problem, uid, unreadable, waitForPods)
+}
+
+func holderClaim(r checkpoint.Record) checkpoint.HolderClaim {
+	return checkpoint.HolderClaim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name}
 }
 
 // LostError reports that a device of a prepared claim no longer exists. The driver has removed the
