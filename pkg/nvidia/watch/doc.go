@@ -11,5 +11,5 @@
 //
 // In the plugin's process: watcher starts and replaces the child processes, placeResolver finds the
 // placements of MIG instances with events. In the child process: watchServer has a watchedGPU for
-// each card, with a healthPoller and an eventLoop. All signals go through one eventQueue.
+// each card, with a healthPoller and an eventLoop.
 package watch

@@ -187,7 +187,7 @@ func (l *eventLoop) receive(ctx context.Context, set nvml.EventSet, handle nvml.
 // event converts NVML's event data. It names a MIG instance by its IDs only, because opening the
 // MIG instance here would block its removal.
 func (l *eventLoop) event(handle nvml.Device, kind device.EventKind, data nvml.EventData) device.HealthEvent {
-	e := device.HealthEvent{Card: l.poller.card, Kind: kind, At: time.Now()}
+	e := device.HealthEvent{Card: l.poller.card, Kind: kind, Count: 1, At: time.Now()}
 	switch kind {
 	case device.EventXID:
 		e.XID = data.EventData

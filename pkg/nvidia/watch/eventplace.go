@@ -2,6 +2,7 @@ package watch
 
 import (
 	"context"
+	"encoding/json"
 	"slices"
 	"sync"
 	"time"
@@ -96,6 +97,13 @@ func (r *placeResolver) take(card device.PCIAddress) []*device.HealthEvent {
 	}
 	r.waiting[card] = nil
 	return events
+}
+
+// keyOf identifies what an event says. Events with equal keys can be merged.
+func keyOf(e device.HealthEvent) string {
+	e.Count, e.At = 0, time.Time{}
+	key, _ := json.Marshal(e) // fails for no event
+	return string(key)
 }
 
 // placeOf returns the profile and placement of the MIG instance that e names, or nil if this MIG

@@ -126,15 +126,6 @@ func (w watch) killChild(s nvidiatest.Site) {
 	s.Fault(state.Fault{Kind: state.FaultKill, GPU: state.AnyGPU}, "nvmlDeviceGetUUID", 1)
 }
 
-func xid(code uint64, instance *uint32) device.Signal {
-	return device.Signal{Event: &device.HealthEvent{Card: device.Card{PCIAddress: "0000:1b:00.0"}, Kind: device.EventXID, XID: code,
-		GPUInstance: instance}}
-}
-
-func condition(reach device.Reach) device.Signal {
-	return device.Signal{Condition: &device.Condition{Reach: reach}}
-}
-
 // recorded returns a change of the watcher with which started lists the directories in /proc of all
 // child processes that the watcher has started.
 func recorded(t *testing.T) (change func(*watcher), started func() []string) {

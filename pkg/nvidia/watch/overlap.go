@@ -41,22 +41,20 @@ func (a lastAnswers) overtaken(c device.Condition) bool {
 	return false
 }
 
-// repeated subtracts from the count of e the equal events that the old process already emitted. If
-// none is left, it returns true, and the caller drops e.
-func (o *overlap) repeated(e *device.HealthEvent) bool {
+// repeated reports whether the old process already emitted an event equal to e, so that the caller
+// drops e. Each event of the old process counts once.
+func (o *overlap) repeated(e device.HealthEvent) bool {
 	if o.heard == nil {
 		return false
 	}
-	key, count := keyOf(*e), max(e.Count, 1)
+	key := keyOf(e)
 	if o.until.IsZero() {
-		o.heard[key] += count
+		o.heard[key]++
 		return false
 	}
-	if e.At.After(o.until.Add(maxReceiveSkew)) {
+	if o.heard[key] == 0 || e.At.After(o.until.Add(maxReceiveSkew)) {
 		return false
 	}
-	before := min(o.heard[key], count)
-	o.heard[key] -= before
-	e.Count = count - before
-	return e.Count == 0
+	o.heard[key]--
+	return true
 }

@@ -2,12 +2,14 @@ package watch
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -69,18 +71,13 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 		return err
 	}
 	w := &watchServer{
-		order: order, lib: library, queue: newEventQueue(), opens: nvmlx.NewPendingOpens(),
+		order: order, lib: library, encoder: json.NewEncoder(out), cancel: cancel, opens: nvmlx.NewPendingOpens(),
 		stateChanged: wake.New(), returned: make(chan device.PCIAddress, 1),
 		cards: map[device.PCIAddress]*watchedGPU{}, foreign: map[device.PCIAddress]bool{},
 	}
-	sent := make(chan error, 1)
-	go func() {
-		sent <- w.queue.send(ctx, out)
-		cancel()
-	}()
 	err = w.run(ctx)
-	cancel()
-	return errors.Join(<-sent, err)
+	w.sending.Lock() // for good, so that the end of the process cuts no line
+	return errors.Join(w.sendError, err)
 }
 
 // watchServer watches the GPUs in the child process. Only the goroutine of run uses cards and
@@ -89,7 +86,6 @@ type watchServer struct {
 	order watchOrder
 	began time.Time
 	lib   nvml.Interface
-	queue eventQueue
 	// stateChanged gets a value when a card starts or stops delivering events.
 	stateChanged wake.Signal
 	cards        map[device.PCIAddress]*watchedGPU
@@ -100,6 +96,22 @@ type watchServer struct {
 	returned chan device.PCIAddress
 	// opens counts the cards that have not answered this child yet.
 	opens *nvmlx.PendingOpens
+
+	sending   sync.Mutex // held while a signal is sent
+	encoder   *json.Encoder
+	sendError error
+	cancel    context.CancelFunc // ends run
+}
+
+// send sends a signal to the parent, as a line of JSON. While the parent does not read, send
+// blocks, and further events wait in NVML. If the parent is gone, send fails and ends run.
+func (w *watchServer) send(s device.Signal) {
+	w.sending.Lock()
+	defer w.sending.Unlock()
+	if err := w.encoder.Encode(s); err != nil {
+		w.sendError = fmt.Errorf("send a signal: %w", err)
+		w.cancel()
+	}
 }
 
 // run watches each card. It reports the watcher's state at each interval, as a heartbeat, and when
@@ -112,9 +124,9 @@ func (w *watchServer) run(ctx context.Context) error {
 	for _, a := range ours {
 		w.watch(ctx, a)
 	}
-	w.dropForeign(ctx, foreign)
+	w.dropForeign(foreign)
 	for {
-		w.queue.add(ctx, device.Signal{Watcher: w.state()})
+		w.send(device.Signal{Watcher: w.state()})
 		select {
 		case <-ctx.Done():
 			return nil
@@ -148,7 +160,7 @@ func (w *watchServer) addresses() (ours, foreign []device.PCIAddress) {
 
 // dropForeign stops watching the cards that are now bound to another kernel driver, and reports
 // each of them once as ReachNotOurs.
-func (w *watchServer) dropForeign(ctx context.Context, foreign []device.PCIAddress) {
+func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
 	for a := range w.foreign {
 		if !slices.Contains(foreign, a) {
 			delete(w.foreign, a)
@@ -163,7 +175,7 @@ func (w *watchServer) dropForeign(ctx context.Context, foreign []device.PCIAddre
 			c.stop()
 			delete(w.cards, a)
 		}
-		w.queue.add(ctx, device.Signal{Condition: &device.Condition{
+		w.send(device.Signal{Condition: &device.Condition{
 			Card: device.Card{PCIAddress: a}, Reach: device.ReachNotOurs, At: time.Now(),
 		}})
 	}
@@ -174,7 +186,7 @@ func (w *watchServer) dropForeign(ctx context.Context, foreign []device.PCIAddre
 // new child process restarts NVML.
 func (w *watchServer) watchNewCards(ctx context.Context) error {
 	ours, foreign := w.addresses()
-	w.dropForeign(ctx, foreign)
+	w.dropForeign(foreign)
 	for _, a := range ours {
 		if w.cards[a] != nil {
 			continue

@@ -99,8 +99,8 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	}
 }
 
-// drainAndKill emits the events that the child process still has queued, because no other process
-// has them, and then kills it. It drops the child's conditions, because the next child polls them
+// drainAndKill emits the events that the child process still sends, because no other process has
+// them, and then kills it. It drops the child's conditions, because the next child polls them
 // again.
 func (w *watcher) drainAndKill(child *watchChild, epoch string) {
 	child.Dismiss()
@@ -151,7 +151,7 @@ func (w *watcher) forward(s device.Signal, epoch string) {
 	}
 	switch {
 	case s.Event != nil:
-		if !w.overlap.repeated(s.Event) {
+		if !w.overlap.repeated(*s.Event) {
 			w.places.add(*s.Event)
 		}
 		return

@@ -241,8 +241,7 @@ func TestEarlyEndOfWaitDelaysNoEvent(t *testing.T) {
 }
 
 // A GPU whose system processor does not answer reports XID 119 again and again, and XIDs that NVML
-// does not know are all 999. Such a storm must neither delay nor hide another GPU's events, and
-// equal events must become one signal.
+// does not know are all 999. Such a storm must neither delay nor hide another GPU's events.
 func TestXIDStormDelaysNoOtherGPU(t *testing.T) {
 	s := nvidiatest.NewSite(t, "l40s-x2", layout.Host, "")
 	w := watchSite(s, nil)
@@ -259,13 +258,13 @@ func TestXIDStormDelaysNoOtherGPU(t *testing.T) {
 		}
 		return err
 	}
-	signals, events := 0, 0
+	events := 0
 	await := func(card device.Card, code uint64) {
 		t.Helper()
 		w.await(fmt.Sprintf("XID %d of %s", code, card), func(signal device.Signal) bool {
 			e := signal.Event
 			if e != nil && e.Card == s.Card(0) && e.XID != code {
-				signals, events = signals+1, events+e.Count
+				events += e.Count
 			}
 			return e != nil && e.Card == card && e.XID == code
 		})
@@ -284,8 +283,8 @@ func TestXIDStormDelaysNoOtherGPU(t *testing.T) {
 		t.Fatal(err)
 	}
 	await(s.Card(0), 31)
-	if want := 2 * burst * rounds; events != want || signals > want/10 {
-		t.Errorf("%d events became %d signals, which count %d", want, signals, events)
+	if want := 2 * burst * rounds; events != want {
+		t.Errorf("of %d events, %d were counted", want, events)
 	}
 }
 

@@ -43,14 +43,13 @@ func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 		order: w.order, began: w.began, progress: wake.New(), pollNow: wake.New(),
 		returned: w.returned, opens: w.opens, onOpen: w.opens.Add(),
 	}
-	serverCtx := ctx // ctx ends earlier if the card is stopped
 	ctx, c.cancel = context.WithCancel(ctx)
 	c.poller = newHealthPoller(w.order.Paths, w.lib, c.progress.Wake, a)
 	c.events = &eventLoop{
 		poller: newHealthPoller(w.order.Paths, w.lib, func() {}, a), wait: eventWait, retry: wake.New(),
 		trouble: "not yet registered",
 		onEvent: func(e device.HealthEvent) {
-			w.queue.add(ctx, device.Signal{Event: &e})
+			w.send(device.Signal{Event: &e})
 			c.pollNow.Wake() // the condition shows the event's effect
 		},
 		onFailure: c.pollNow.Wake,
@@ -60,7 +59,7 @@ func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 		c.reporting.Lock()
 		defer c.reporting.Unlock()
 		if !c.stopped {
-			w.queue.add(serverCtx, device.Signal{Condition: &condition})
+			w.send(device.Signal{Condition: &condition})
 		}
 	}
 	w.cards[a] = c
