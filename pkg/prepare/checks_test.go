@@ -133,9 +133,9 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found devi
 			t.Error(err)
 		}
 		switch s := step.(type) {
-		case *steps.TimeSlice:
+		case *steps.Setting[device.TimeSlice]:
 			slice[s.GPU] = s.Want
-		case *steps.ComputeMode:
+		case *steps.Setting[device.ComputeMode]:
 			mode[s.GPU] = device.ComputeExclusiveProcess
 		case *steps.MPSDaemon:
 			running++

@@ -63,9 +63,8 @@ func (p *Preparer) planSharing(pl *plan, results []claim.Result) (s sharing, _ e
 		}
 		switch {
 		case strategy == v1beta1.SharingTimeSlicing && req.name.Partition == nil:
-			if err := s.add(req.name.GPU, []string{req.name.GPU}, &steps.TimeSlice{
-				SettingState: steps.SettingState[device.TimeSlice]{GPU: req.name.GPU, Card: req.gpu.Card()}, Want: timeSlice(r.Config),
-			}); err != nil {
+			step := steps.NewTimeSlice(req.name.GPU, req.gpu.Card(), timeSlice(r.Config))
+			if err := s.add(req.name.GPU, []string{req.name.GPU}, step); err != nil {
 				return s, err
 			}
 		case strategy == v1beta1.SharingMPS:
@@ -162,8 +161,7 @@ func mpsConfig(c v1beta1.Config) *v1beta1.MPSConfig {
 // needs. It adds none for a partition, because a GPU in MIG mode does not have this compute mode.
 func (s *sharing) addExclusiveMode(req deviceRequest) (err error) {
 	if req.name.Partition == nil {
-		err = s.add(req.name.GPU, []string{req.name.GPU},
-			&steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: req.name.GPU, Card: req.gpu.Card()}})
+		err = s.add(req.name.GPU, []string{req.name.GPU}, steps.NewExclusiveMode(req.name.GPU, req.gpu.Card()))
 	}
 	return err
 }

@@ -124,7 +124,7 @@ func TestHolderFileWithWrongStepKindIsAnError(t *testing.T) {
 	w := newWorld(t)
 	withMPS(w)
 	p := w.plugin(t)
-	other, err := steps.NewShared(gpu0, []string{gpu0}, &steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: gpu0}})
+	other, err := steps.NewShared(gpu0, []string{gpu0}, steps.NewExclusiveMode(gpu0, device.Card{}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -144,7 +144,7 @@ func TestHolderFileWithWrongStepKindIsAnError(t *testing.T) {
 // A damaged or foreign file of a shared partition must not crash the plugin. The claims that share
 // the partition get an error that names the file.
 func TestHolderFileWithWrongStepOfPreparedClaimIsAnError(t *testing.T) {
-	other, err := steps.NewShared(gpu0, []string{gpu0}, &steps.ComputeMode{SettingState: steps.SettingState[device.ComputeMode]{GPU: gpu0}})
+	other, err := steps.NewShared(gpu0, []string{gpu0}, steps.NewExclusiveMode(gpu0, device.Card{}))
 	if err != nil {
 		t.Fatal(err)
 	}

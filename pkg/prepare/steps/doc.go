@@ -10,7 +10,7 @@
 // and [Daemons]. The caller holds the locks of the claim and of its GPUs.
 //
 // To add a kind of step, write its file, list it in registry.go, and let the plan in package
-// prepare decide when a claim needs it. A setting of a GPU is a [Sharable] with a gpuSetting, as
-// [TimeSlice] is, and its calls are methods of Partitions, in package cut. An earlier version
+// prepare decide when a claim needs it. A setting of a GPU is a [Setting], as that of
+// [NewTimeSlice] is, and its calls are methods of Partitions, in package cut. An earlier version
 // leaves a record alone that has a kind it does not know, with its devices taken.
 package steps

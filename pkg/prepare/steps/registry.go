@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
@@ -25,8 +26,8 @@ var kinds = []func() Step{
 // reverted.
 var sharables = []func() Sharable{
 	func() Sharable { return &MIGInstance{} },
-	func() Sharable { return &ComputeMode{} },
-	func() Sharable { return &TimeSlice{} },
+	func() Sharable { return NewExclusiveMode("", device.Card{}) },
+	func() Sharable { return NewTimeSlice("", device.Card{}, device.TimeSliceDefault) },
 	func() Sharable { return &MPSDaemon{} },
 }
 

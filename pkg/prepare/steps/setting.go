@@ -9,74 +9,104 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
-// SettingState is what the claim's record or the shared setting's file stores about a change of a
-// GPU setting.
-type SettingState[T comparable] struct {
-	GPU  string      `json:"gpu"`
-	Card device.Card `json:"card"`
+// Setting is the step that changes one setting of a GPU, whose values have the type T.
+type Setting[T comparable] struct {
+	change
+	about *gpuSetting[T]
+	GPU   string      `json:"gpu"`
+	Card  device.Card `json:"card"`
 	// Found is the value that the setting had before the step changed it. It is nil if the step has
 	// changed nothing.
 	Found *T `json:"found,omitempty"`
+	Want  T  `json:"want"`
 }
 
-// gpuSetting says how to read and write a GPU setting.
+// gpuSetting says what the setting is, and how to read and write it.
 type gpuSetting[T comparable] struct {
-	name string
-	read func(ctx context.Context, env *Env, card device.Card) (T, error)
-	set  func(ctx context.Context, env *Env, card device.Card, to T) error
+	kind, name string
+	phrase     string // begins the description of a value
+	read       func(ctx context.Context, env *Env, card device.Card) (T, error)
+	set        func(ctx context.Context, env *Env, card device.Card, to T) error
 	// format returns the name that users know for a value of the setting.
-	format func(T) string
+	format     func(T) string
+	standard   T // the hardware's default
+	preference bool
 }
 
-// apply records the setting's current value and then sets the setting to the parameter want.
-func (g gpuSetting[T]) apply(ctx context.Context, env *Env, s *SettingState[T], want T) error {
-	found, err := g.read(ctx, env, s.Card)
+func (s *Setting[T]) Kind() string { return s.about.kind }
+
+func (s *Setting[T]) describe() string {
+	return fmt.Sprintf("%s %s on %s", s.about.phrase, s.about.format(s.Want), s.GPU)
+}
+
+func (s *Setting[T]) assumeDefaults() {
+	found := s.about.standard
+	s.Found = &found
+}
+
+func (s *Setting[T]) preference() bool { return s.about.preference }
+
+// Apply records the setting's current value and then sets the setting.
+func (s *Setting[T]) Apply(ctx context.Context, env *Env) error {
+	found, err := s.about.read(ctx, env, s.Card)
 	if err != nil {
-		return g.wrapError(s, err)
+		return s.wrapError(err)
 	}
 	s.Found = &found
 	if err := env.Journal(); err != nil {
 		return err
 	}
-	return g.write(ctx, env, s, want)
+	return s.write(ctx, env, s.Want)
 }
 
-// maintain sets the setting to want again if it has another value.
-func (g gpuSetting[T]) maintain(ctx context.Context, env *Env, s *SettingState[T], want T) error {
-	now, err := g.read(ctx, env, s.Card)
-	if err != nil {
-		return g.wrapError(s, err)
+func (s *Setting[T]) maintain(ctx context.Context, env *Env) error {
+	now, err := s.about.read(ctx, env, s.Card)
+	if err != nil || now == s.Want {
+		return s.wrapError(err)
 	}
-	if now == want {
-		return nil
-	}
-	klog.FromContext(ctx).Info("Restoring a GPU setting that claims need", "gpu", s.GPU, "setting", g.name, "now", g.format(now), "want",
-		g.format(want))
-	return g.write(ctx, env, s, want)
+	klog.FromContext(ctx).Info("Restoring a GPU setting that claims need", "gpu", s.GPU, "setting", s.about.name,
+		"now", s.about.format(now), "want", s.about.format(s.Want))
+	return s.write(ctx, env, s.Want)
 }
 
-// revert restores the value that the setting had before apply. If the GPU or the NVIDIA driver is
-// gone, the setting is gone too, and revert succeeds.
-func (g gpuSetting[T]) revert(ctx context.Context, env *Env, s *SettingState[T]) error {
+// Revert restores the value that the setting had before Apply. If the GPU or the NVIDIA driver is
+// gone, the setting is gone too, and Revert succeeds.
+func (s *Setting[T]) Revert(ctx context.Context, env *Env) error {
 	if s.Found == nil {
 		return nil
 	}
-	if err := g.write(ctx, env, s, *s.Found); err != nil && !env.isUnset(ctx, s.Card, s.GPU, err) {
+	if err := s.write(ctx, env, *s.Found); err != nil && !env.isUnset(ctx, s.Card, s.GPU, err) {
 		return err
 	}
 	s.Found = nil
 	return nil
 }
 
-func (g gpuSetting[T]) write(ctx context.Context, env *Env, s *SettingState[T], to T) error {
-	if err := g.set(ctx, env, s.Card, to); err != nil {
-		return g.wrapError(s, err)
+// reset succeeds if the GPU is gone, because then the setting is gone too.
+func (s *Setting[T]) reset(ctx context.Context, env *Env, gpu string) error {
+	snapshot := env.Hardware.Snapshot()
+	for _, g := range snapshot.Node.GPUs {
+		if g.WholeName() == gpu {
+			s.GPU, s.Card = gpu, g.Card()
+			s.assumeDefaults()
+			return s.Revert(ctx, env)
+		}
 	}
-	return nil
+	if snapshot.Known {
+		return nil
+	}
+	return NotReady(snapshot)
 }
 
-func (g gpuSetting[T]) wrapError(s *SettingState[T], err error) error {
-	return fmt.Errorf("%s of %s: %w", g.name, s.GPU, err)
+func (s *Setting[T]) write(ctx context.Context, env *Env, to T) error {
+	return s.wrapError(s.about.set(ctx, env, s.Card, to))
+}
+
+func (s *Setting[T]) wrapError(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s of %s: %w", s.about.name, s.GPU, err)
 }
 
 // isUnset reports whether err, from an attempt to restore a GPU setting, means that nothing is left
@@ -88,21 +118,4 @@ func (e *Env) isUnset(ctx context.Context, card device.Card, gpu string, err err
 			"gpu", gpu, "reason", err.Error())
 	}
 	return unset
-}
-
-// resetSetting resets the setting of the GPU to its default. s is the empty state of the step. If
-// the GPU is gone, the setting is gone too.
-func resetSetting[T comparable](ctx context.Context, env *Env, gpu string, s *SettingState[T], step Sharable) error {
-	snapshot := env.Hardware.Snapshot()
-	for _, g := range snapshot.Node.GPUs {
-		if g.WholeName() == gpu {
-			s.GPU, s.Card = gpu, g.Card()
-			step.assumeDefaults()
-			return step.Revert(ctx, env)
-		}
-	}
-	if snapshot.Known {
-		return nil
-	}
-	return NotReady(snapshot)
 }
