@@ -51,7 +51,7 @@ func Hide(nodes []string, f func()) {
 }
 
 // OnSpareThread calls f on a thread that ends afterwards, so that f may move it to other
-// namespaces. It is not the main thread, which would stay in them, and which `kubectl exec` follows.
+// namespaces. That is never the main thread, whose namespaces `kubectl exec` enters.
 func OnSpareThread(f func()) {
 	done := make(chan struct{})
 	go func() {
