@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -26,7 +27,9 @@ import (
 type specifiedNode struct {
 	node
 	*cdi.Store
-	root     string
+	root string
+
+	mu       sync.Mutex // guards the rest
 	claims   []checkpoint.Record
 	away     types.UID     // the GPU of this claim is away, so its spec cannot be written
 	pass     time.Duration // how long Reconcile then works on
@@ -44,9 +47,37 @@ func newSpecifiedNode(t *testing.T, claims int) *specifiedNode {
 	return n
 }
 
-func (n *specifiedNode) PreparedClaims() ([]checkpoint.Record, error) { return n.claims, nil }
+func (n *specifiedNode) PreparedClaims() ([]checkpoint.Record, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.claims, nil
+}
+
+// change changes the node while the Reconciler waits.
+func (n *specifiedNode) change(by func()) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	by()
+}
+
+// seen returns how often Reconcile was called, and what was reported since the last call.
+func (n *specifiedNode) seen() (passes int, repaired []string) {
+	synctest.Wait()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	passes, repaired, n.repaired = n.passes, n.repaired, nil
+	return passes, repaired
+}
 
 func (n *specifiedNode) Reconcile(context.Context) error {
+	pass, err := n.reconcile()
+	<-time.After(pass)
+	return err
+}
+
+func (n *specifiedNode) reconcile() (pass time.Duration, _ error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	n.passes++
 	var errs []error
 	for _, c := range n.claims {
@@ -57,8 +88,7 @@ func (n *specifiedNode) Reconcile(context.Context) error {
 			}}))
 		}
 	}
-	<-time.After(n.pass)
-	return errors.Join(errs...)
+	return n.pass, errors.Join(errs...)
 }
 
 // WriteBase and Missing are those of the Store, and not of the fake node.
@@ -73,7 +103,9 @@ func (n *specifiedNode) start(t *testing.T) {
 	t.Helper()
 	r := reconciler.New(reconciler.Options{
 		BootID: "boot", NewerLeads: n.leads, Claims: n, Specs: n, Use: n.Use, Inventory: n, Layouts: n,
-		ReportDaemons: n.Report, Repaired: func(r prepare.Repair) { n.repaired = append(n.repaired, r.Object) },
+		ReportDaemons: n.Report, Repaired: func(r prepare.Repair) {
+			n.change(func() { n.repaired = append(n.repaired, r.Object) })
+		},
 	})
 	ended := make(chan struct{})
 	ctx, stop := context.WithCancel(t.Context())
@@ -120,20 +152,19 @@ func TestDamagedSpecsAreRepairedInTime(t *testing.T) {
 				n := newSpecifiedNode(t, 1)
 				n.start(t)
 				before := n.content()
-				n.repaired = nil
+				n.seen()
 				for range 3 { // also after a repair
 					if err := c.damage(n.root); err != nil {
 						t.Fatal(err)
 					}
 					<-time.After(c.within)
-					synctest.Wait()
+					_, repaired := n.seen()
 					if now := n.content(); now != before {
 						t.Errorf("the specs are %s\nwant %s", now, before)
 					}
-					if reported := strings.Join(n.repaired, "; "); reported != c.report {
+					if reported := strings.Join(repaired, "; "); reported != c.report {
 						t.Errorf("reported %q, want %q", reported, c.report)
 					}
-					n.repaired = nil
 				}
 			})
 		})
@@ -144,11 +175,10 @@ func TestIntactSpecsAreNotReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newSpecifiedNode(t, 0)
 		n.start(t) // writes the first base spec
-		n.claims = []checkpoint.Record{{ClaimUID: "uid-rebooted", BootID: "earlier"}}
+		n.change(func() { n.claims = []checkpoint.Record{{ClaimUID: "uid-rebooted", BootID: "earlier"}} })
 		<-time.After(time.Hour)
-		synctest.Wait()
-		if len(n.repaired) > 0 || n.passes != 121 {
-			t.Errorf("reported %q in %d comparisons", n.repaired, n.passes)
+		if passes, repaired := n.seen(); len(repaired) > 0 || passes != 121 {
+			t.Errorf("reported %q in %d comparisons", repaired, passes)
 		}
 	})
 }
@@ -161,18 +191,15 @@ func TestUnrepairableSpecCausesNoComparisons(t *testing.T) {
 		n.away = "uid-1"
 		n.start(t)
 		<-time.After(time.Hour)
-		synctest.Wait()
-		if n.passes != 121 {
-			t.Errorf("%d comparisons in an hour", n.passes)
+		if passes, _ := n.seen(); passes != 121 {
+			t.Errorf("%d comparisons in an hour", passes)
 		}
-		n.repaired = nil
 		if err := os.Remove(filepath.Join(n.root, claim)); err != nil {
 			t.Fatal(err)
 		}
 		<-time.After(2 * time.Second)
-		synctest.Wait()
-		if n.passes != 122 || !slices.Equal(n.repaired, []string{claim}) {
-			t.Errorf("%d comparisons, reported %q", n.passes, n.repaired)
+		if passes, repaired := n.seen(); passes != 122 || !slices.Equal(repaired, []string{claim}) {
+			t.Errorf("%d comparisons, reported %q", passes, repaired)
 		}
 	})
 }
@@ -183,12 +210,13 @@ func TestSpecRemovedDuringComparisonIsRepairedAfterIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newSpecifiedNode(t, 1)
 		n.start(t)
-		n.pass = 20 * time.Second
+		const pass = 20 * time.Second
+		n.change(func() { n.pass = pass })
 		<-time.After(31 * time.Second) // a second into the next comparison
 		if err := os.Remove(filepath.Join(n.root, claim)); err != nil {
 			t.Fatal(err)
 		}
-		<-time.After(n.pass + time.Second)
+		<-time.After(pass + time.Second)
 		synctest.Wait()
 		if !strings.Contains(n.content(), claim) {
 			t.Error("the spec is still missing")
@@ -200,14 +228,13 @@ func TestManyRepairedSpecsAreOneReport(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newSpecifiedNode(t, 64)
 		n.start(t)
-		n.repaired = nil
+		n.seen()
 		if err := os.RemoveAll(n.root); err != nil {
 			t.Fatal(err)
 		}
 		<-time.After(2 * time.Second)
-		synctest.Wait()
-		if len(n.repaired) != 1 || !strings.HasSuffix(n.repaired[0], " and 60 more") {
-			t.Errorf("reported %q", n.repaired)
+		if _, repaired := n.seen(); len(repaired) != 1 || !strings.HasSuffix(repaired[0], " and 60 more") {
+			t.Errorf("reported %q", repaired)
 		}
 	})
 }
