@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/thread"
 )
 
 // Directories that clients can write to are small file systems of their own, so that clients cannot
@@ -106,7 +106,7 @@ func removeUnmounted(path string) error {
 		return &fs.PathError{Op: "open", Path: filepath.Dir(path), Err: err}
 	}
 	defer func() { _ = unix.Close(parent) }()
-	onecard.OnSpareThread(func() { err = removeFromBare(parent, path) })
+	thread.OnSpare(func() { err = removeFromBare(parent, path) })
 	return err
 }
 

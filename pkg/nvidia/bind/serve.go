@@ -1,6 +1,7 @@
 package bind
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -145,14 +146,14 @@ func (o order) checkIdle(b vfio.Binding) error {
 
 // awaitIdle waits until no process has a card of NVIDIA's driver open, at most idleLimit.
 func (o order) awaitIdle(ctx context.Context) (err error) {
-	_ = wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
+	waited := wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
 		err = nil
 		if host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
 			err = o.checkIdle(vfio.Binding{Address: o.Card})
 		}
 		return err == nil, nil
 	})
-	return err // of the last attempt
+	return cmp.Or(err, waited) // of the last attempt, if there was one
 }
 
 // nodes returns the device nodes through which processes use the card now: that of NVIDIA's driver,
@@ -169,9 +170,9 @@ func (o order) nodes() (host.DeviceNodes, error) {
 // the driver has taken it, and only then does NVIDIA's driver list the card (drivers/base/dd.c,
 // really_probe).
 func (o order) awaitNodes(ctx context.Context) (nodes host.DeviceNodes, err error) {
-	_ = wait.PollUntilContextTimeout(ctx, idlePoll, listLimit, true, func(context.Context) (bool, error) {
+	waited := wait.PollUntilContextTimeout(ctx, idlePoll, listLimit, true, func(context.Context) (bool, error) {
 		nodes, err = o.nodes()
 		return err == nil, nil
 	})
-	return nodes, err
+	return nodes, cmp.Or(err, waited)
 }

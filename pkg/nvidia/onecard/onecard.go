@@ -9,9 +9,10 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/thread"
 )
 
 var gpuNode = regexp.MustCompile(`^nvidia[0-9]+$`)
@@ -44,27 +45,10 @@ func Hide(nodes []string, f func()) {
 		f()
 		return
 	}
-	OnSpareThread(func() {
+	thread.OnSpare(func() {
 		_ = hide(nodes)
 		f()
 	})
-}
-
-// OnSpareThread calls f on a thread that ends afterwards, so that f may move it to other
-// namespaces. That is never the main thread, whose namespaces `kubectl exec` enters.
-func OnSpareThread(f func()) {
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-		if unix.Gettid() == os.Getpid() {
-			defer runtime.UnlockOSThread()
-			OnSpareThread(f) // gets another thread while this goroutine has the main one
-			return
-		}
-		f()
-	}()
-	<-done
 }
 
 func hide(nodes []string) error {

@@ -55,7 +55,10 @@ func (d Daemon) Keeps(ctx context.Context, gpu device.PCIAddress) (bool, error) 
 	if err != nil || len(result) == 0 {
 		return false, err
 	}
-	return len(result) > 1 && result[1] == modeEnabled, nil
+	if len(result) != 2 {
+		return false, fmt.Errorf("nvidia-persistenced at %s answered a call about GPU %s with %v", d.socket, gpu, result)
+	}
+	return result[1] == modeEnabled, nil
 }
 
 // Close makes the daemon close the GPU. It succeeds if no daemon runs.
@@ -68,18 +71,18 @@ func (d Daemon) Close(ctx context.Context, gpu device.PCIAddress) error {
 func (d Daemon) call(ctx context.Context, procedure uint32, gpu device.PCIAddress, more ...uint32) ([]uint32, error) {
 	var domain, bus, slot, function uint32
 	if _, err := fmt.Sscanf(string(gpu), "%x:%x:%x.%x", &domain, &bus, &slot, &function); err != nil {
-		return nil, fmt.Errorf("ask nvidia-persistenced for GPU %q: %w", gpu, err)
+		return nil, fmt.Errorf("ask nvidia-persistenced about GPU %q: %w", gpu, err)
 	}
 	result, err := d.exchange(ctx, procedure, append([]uint32{domain, bus, slot, function}, more...))
 	switch {
 	case errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED):
 		return nil, nil // it does not run
 	case err != nil:
-		return nil, fmt.Errorf("ask nvidia-persistenced at %s to close GPU %s: %w", d.socket, gpu, err)
+		return nil, fmt.Errorf("ask nvidia-persistenced at %s about GPU %s: %w", d.socket, gpu, err)
 	case result[0] == deviceNotFound:
 		return nil, nil
 	case result[0] != success:
-		return nil, fmt.Errorf("nvidia-persistenced at %s did not close GPU %s: NvPdStatus %d of its nvpd_rpc.h", d.socket, gpu, result[0])
+		return nil, fmt.Errorf("nvidia-persistenced at %s refused a call about GPU %s: NvPdStatus %d of its nvpd_rpc.h", d.socket, gpu, result[0])
 	}
 	return result, nil
 }

@@ -57,6 +57,7 @@ func TestAnswers(t *testing.T) {
 		"does not know it":      {answer: accepted(2)},
 		"caller is not root":    {answer: accepted(7), fails: "NvPdStatus 7"},
 		"no result":             {answer: accepted(), fails: "answered"},
+		"no mode":               {answer: accepted(0), fails: "answered"},
 		"call denied":           {answer: []uint32{1, 1, 1, 0, 2, 2, 0}, fails: "answered"},
 		"no such procedure":     {answer: []uint32{1, 1, 0, 0, 0, 3, 0}, fails: "answered"},
 		"answer of another":     {answer: []uint32{2, 1, 0, 0, 0, 0, 0}, fails: "answered"},
