@@ -131,12 +131,18 @@ func (p *Partitions) CreateCompute(ctx context.Context, card device.Card, instan
 // or the UUIDs of the compute instances in in.Compute differ on the card. If the GPU instance is
 // missing, Destroy succeeds. While it is in use, Destroy retries until ctx ends.
 func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.Instance) error {
+	r, start := request{Op: opDestroy, Card: card, Instance: in}, time.Now()
+	err := p.destroy(ctx, r)
+	p.report(r, start, err) // once: an alert counts errors, and each attempt is one
+	return err
+}
+
+func (p *Partitions) destroy(ctx context.Context, r request) error {
 	ctx, cancel := bounded(ctx)
 	defer cancel()
-	r := request{Op: opDestroy, Card: card, Instance: in}
 	var busy *nvidia.Error
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
-		_, err := p.observed(ctx, r)
+		_, err := p.call(ctx, r)
 		var failed *nvidia.Error
 		switch {
 		case errors.As(err, &failed) && failed.Code == device.FailureInUse:
@@ -198,19 +204,31 @@ func (p *Partitions) state(ctx context.Context, r request) (device.CardState, er
 
 // observed sends r to the card's worker and reports the result to the observer.
 func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
-	ctx, cancel := bounded(ctx)
-	defer cancel()
 	start := time.Now()
-	a := p.slot(r.Card.PCIAddress).call(ctx, r)
+	a, err := p.call(ctx, r)
+	p.report(r, start, err)
+	return a, err
+}
+
+func (p *Partitions) report(r request, start time.Time, err error) {
+	var failed *nvidia.Error
 	var code device.FailureCode
-	var err error
-	if a.Error != nil {
-		code, err = a.Error.Code, a.Error
+	if errors.As(err, &failed) {
+		code = failed.Code
 	}
 	if p.observe != nil {
 		p.observe(string(r.Op), time.Since(start), string(code))
 	}
-	return a, err
+}
+
+func (p *Partitions) call(ctx context.Context, r request) (answer, error) {
+	ctx, cancel := bounded(ctx)
+	defer cancel()
+	a := p.slot(r.Card.PCIAddress).call(ctx, r)
+	if a.Error != nil {
+		return a, a.Error
+	}
+	return a, nil
 }
 
 // bounded returns a context that ends with ctx or after [operationLimit].

@@ -230,19 +230,16 @@ func TestBusyInstanceIsDestroyedOnceFree(t *testing.T) {
 	c := s.Changer(p, 0)
 	c.Mode(true)
 	made := c.Make(19, device.Placement{Start: 0, Size: 1})
-	busy := make(chan struct{})
-	var once sync.Once
-	p.observe = func(_ string, _ time.Duration, code string) {
-		if code == string(device.FailureInUse) {
-			once.Do(func() { close(busy) })
-		}
-	}
 	s.Change(func(_ *layout.Config, f *state.File) error {
 		return f.SetBusy(0, state.Process{PID: uint32(os.Getpid()), InInstance: true, Instance: made.ID, Compute: made.Compute[0].ID})
 	})
 	result := make(chan error)
 	go func() { result <- c.Destroy(t.Context(), c.Card, made) }()
-	<-busy
+	select {
+	case err := <-result:
+		t.Fatalf("Destroy ended while a process used the instance: %v", err)
+	case <-time.After(500 * time.Millisecond): // several attempts
+	}
 	s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearBusy(0) })
 	if err := <-result; err != nil || len(c.Instances()) > 0 {
 		t.Errorf("%v, %v", err, c.Instances())
