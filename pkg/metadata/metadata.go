@@ -107,13 +107,22 @@ func (f *Files) path(uid types.UID, request string) (base, path string, err erro
 	return base, filepath.Join(f.root, string(uid)+"_"+base+".json"), nil
 }
 
-// WriteMetadata makes the file of the request say what r says. It leaves a file that does already.
-// Otherwise it raises the generation in the file. A container sees the new file when it starts
-// again.
+// WriteMetadata writes the files of the claim's requests. It leaves a file that has this content
+// already. Otherwise it raises the generation in the file. A container sees the new file when it
+// starts again.
 //
-// The file is not synced to disk, because after a crash of the node the kubelet prepares each claim
-// again, and WriteMetadata compares the content.
-func (f *Files) WriteMetadata(c Claim, r Request) error {
+// The files are not synced to disk, because after a crash of the node the kubelet prepares each
+// claim again, and WriteMetadata compares the content.
+func (f *Files) WriteMetadata(c Claim, requests []Request) error {
+	for _, r := range requests {
+		if err := f.write(c, r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (f *Files) write(c Claim, r Request) error {
 	_, path, err := f.path(c.UID, r.Name)
 	if err != nil {
 		return err

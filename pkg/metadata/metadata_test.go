@@ -65,7 +65,7 @@ func TestUpstreamReaderReadsFiles(t *testing.T) {
 	for name, c := range map[string]Claim{"of a claim": claim, "of a claim from a template": template} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()
-			if err := NewFiles(root).WriteMetadata(c, request("gpu/large", "GPU-1")); err != nil {
+			if err := NewFiles(root).write(c, request("gpu/large", "GPU-1")); err != nil {
 				t.Fatal(err)
 			}
 			edits, err := NewFiles(root).MetadataEdits(c, "gpu/large")
@@ -101,7 +101,7 @@ func TestUpstreamReaderReadsFiles(t *testing.T) {
 func TestReaderOfOneVersionReadsFiles(t *testing.T) {
 	for _, version := range Versions {
 		root := t.TempDir()
-		if err := NewFiles(root).WriteMetadata(template, request("gpu", "GPU-1")); err != nil {
+		if err := NewFiles(root).write(template, request("gpu", "GPU-1")); err != nil {
 			t.Fatal(err)
 		}
 		data, err := os.ReadFile(filepath.Join(root, "uid-2_gpu.json"))
@@ -157,7 +157,7 @@ func TestGenerationGrowsWithEachChange(t *testing.T) {
 	name := filepath.Join(root, "uid-1_gpu.json")
 	write := func(uuid string) os.FileInfo {
 		t.Helper()
-		if err := f.WriteMetadata(claim, request("gpu", uuid)); err != nil {
+		if err := f.write(claim, request("gpu", uuid)); err != nil {
 			t.Fatal(err)
 		}
 		info, err := os.Stat(name)
@@ -192,7 +192,7 @@ func TestNamesakesHaveFilesOfTheirOwn(t *testing.T) {
 	namesake := claim
 	namesake.UID = "uid-new"
 	for _, c := range []Claim{claim, namesake} {
-		if err := f.WriteMetadata(c, request("gpu", "GPU-1")); err != nil {
+		if err := f.write(c, request("gpu", "GPU-1")); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -214,8 +214,8 @@ func TestRemovesOnlyTheFilesOfTheClaim(t *testing.T) {
 	f := NewFiles(root)
 	longer := claim
 	longer.UID = claim.UID + "_gpu" // a name that the API server never gives
-	if err := errors.Join(f.WriteMetadata(claim, request("gpu", "GPU-1")), f.WriteMetadata(claim, request("second", "GPU-2")),
-		f.WriteMetadata(longer, request("gpu", "GPU-1")),
+	if err := errors.Join(f.write(claim, request("gpu", "GPU-1")), f.write(claim, request("second", "GPU-2")),
+		f.write(longer, request("gpu", "GPU-1")),
 		os.WriteFile(filepath.Join(root, "uid-1_gpu.tmp"), nil, 0o600), // of a killed call
 		os.WriteFile(filepath.Join(root, "other"), nil, 0o600),
 		f.Remove(""), f.Remove("uid"), f.Remove("../uid-1"), f.Remove(claim.UID)); err != nil {
@@ -235,7 +235,7 @@ func TestNamesThatLeadElsewhereAreRefused(t *testing.T) {
 	for _, uid := range []types.UID{"", "../x", "a/b", "a\x00"} {
 		bad := claim
 		bad.UID = uid
-		if f.WriteMetadata(bad, request("gpu", "GPU-1")) == nil {
+		if f.write(bad, request("gpu", "GPU-1")) == nil {
 			t.Errorf("UID %q is accepted", uid)
 		}
 		if _, err := NewFiles(root).MetadataEdits(bad, "gpu"); err == nil {
@@ -243,7 +243,7 @@ func TestNamesThatLeadElsewhereAreRefused(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"", "..", "../x", "A", "a b", "/x"} {
-		if f.WriteMetadata(claim, request(name, "GPU-1")) == nil {
+		if f.write(claim, request(name, "GPU-1")) == nil {
 			t.Errorf("request %q is accepted", name)
 		}
 		if _, err := NewFiles(root).MetadataEdits(claim, name); err == nil {
@@ -266,7 +266,7 @@ func TestUnwritableDirectoryIsAnError(t *testing.T) {
 		t.Fatal(err)
 	}
 	f := NewFiles(root)
-	if err := f.WriteMetadata(claim, request("gpu", "GPU-1")); err == nil || !strings.Contains(err.Error(), root) {
+	if err := f.write(claim, request("gpu", "GPU-1")); err == nil || !strings.Contains(err.Error(), root) {
 		t.Errorf("got %v", err)
 	}
 	if _, err := f.Claims(); err == nil {
@@ -282,7 +282,7 @@ func TestSpecsAndFilesAreListedAndRemovedTogether(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := errors.Join(
-		s.WriteMetadata(claim, request("gpu", "GPU-1")), s.WriteMetadata(template, request("gpu", "GPU-1")),
+		s.write(claim, request("gpu", "GPU-1")), s.write(template, request("gpu", "GPU-1")),
 		s.WriteClaim(claim.UID, []specs.Device{{Name: "uid-1-x", ContainerEdits: edits}}),
 		s.WriteClaim("uid-3", []specs.Device{{Name: "uid-3-x", ContainerEdits: edits}}),
 	); err != nil {
@@ -304,7 +304,7 @@ func TestSpecsAndFilesAreListedAndRemovedTogether(t *testing.T) {
 func TestRemoveAllLeavesNoDirectory(t *testing.T) {
 	root := filepath.Join(t.TempDir(), "metadata")
 	f := NewFiles(root)
-	if err := errors.Join(f.RemoveAll(), f.WriteMetadata(claim, request("gpu", "GPU-1")), f.RemoveAll()); err != nil {
+	if err := errors.Join(f.RemoveAll(), f.write(claim, request("gpu", "GPU-1")), f.RemoveAll()); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(root); !errors.Is(err, fs.ErrNotExist) {
@@ -319,12 +319,12 @@ func BenchmarkWrite(b *testing.B) {
 			for i := range held {
 				c := claim
 				c.UID = types.UID(fmt.Sprint("held-", i))
-				if err := f.WriteMetadata(c, request("gpu", "GPU-1")); err != nil {
+				if err := f.write(c, request("gpu", "GPU-1")); err != nil {
 					b.Fatal(err)
 				}
 			}
 			for b.Loop() {
-				if err := errors.Join(f.WriteMetadata(claim, request("gpu", "GPU-1")), f.Remove(claim.UID)); err != nil {
+				if err := errors.Join(f.write(claim, request("gpu", "GPU-1")), f.Remove(claim.UID)); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -296,10 +296,12 @@ func (s *specsFake) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return s.set(func() { s.claims[uid] = string(raw); s.writes++ })
 }
 
-func (s *specsFake) WriteMetadata(c metadata.Claim, r metadata.Request) error {
+func (s *specsFake) WriteMetadata(c metadata.Claim, requests []metadata.Request) error {
 	return s.set(func() {
-		others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
-		s.metadata[c.UID] = append(others, r)
+		for _, r := range requests {
+			others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
+			s.metadata[c.UID] = append(others, r)
+		}
 	})
 }
 

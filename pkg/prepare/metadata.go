@@ -7,13 +7,13 @@ import (
 	upstream "k8s.io/dynamic-resource-allocation/api/metadata"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"k8s.io/utils/ptr"
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // limits has an attribute for each capacity of a shared device that a claim consumes. These
@@ -41,7 +41,7 @@ func (p *Preparer) describeDevices(pl *plan) error {
 			}
 			at, m.Requests = len(m.Requests), append(m.Requests, metadata.Request{Name: d.Request})
 			name := cdi.ClaimDeviceName(r.ClaimUID, "metadata-"+resourceclaim.BaseRequestRef(d.Request), nil)
-			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{Name: name, Edits: edits})
+			pl.spec.Devices = append(pl.spec.Devices, specs.Device{Name: name, ContainerEdits: edits})
 			pl.answer[i].CDIDeviceIDs = append(pl.answer[i].CDIDeviceIDs, cdi.ClaimKind+"="+name)
 		}
 		m.Requests[at].Devices = append(m.Requests[at].Devices, upstream.Device{

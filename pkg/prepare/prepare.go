@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
@@ -299,8 +300,8 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 		// With admin access two requests may get the same device, but a CDI spec may name each device
 		// only once.
 		name := cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID)
-		if !slices.ContainsFunc(pl.spec.Devices, func(there steps.SpecDevice) bool { return there.Name == name }) {
-			pl.spec.Devices = append(pl.spec.Devices, steps.SpecDevice{Name: name, Edits: edits})
+		if !slices.ContainsFunc(pl.spec.Devices, func(there specs.Device) bool { return there.Name == name }) {
+			pl.spec.Devices = append(pl.spec.Devices, specs.Device{Name: name, ContainerEdits: edits})
 		}
 		given := kubeletplugin.Device{Requests: []string{d.Request}, PoolName: p.opts.Pool, DeviceName: d.Device, ShareID: d.ShareID}
 		if !req.name.Passthrough {

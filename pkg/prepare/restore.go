@@ -119,9 +119,9 @@ func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) e
 // them, and the old number may belong to another driver now.
 func renumber(s *steps.ClaimSpec, current []*specs.DeviceNode) {
 	for _, d := range s.Devices {
-		for i, n := range d.Edits.DeviceNodes {
+		for i, n := range d.ContainerEdits.DeviceNodes {
 			if at := slices.IndexFunc(current, func(c *specs.DeviceNode) bool { return c.Path == n.Path }); at >= 0 {
-				d.Edits.DeviceNodes[i] = current[at]
+				d.ContainerEdits.DeviceNodes[i] = current[at]
 			}
 		}
 	}

@@ -65,8 +65,8 @@ func (s *schedule) checkSuccess(k *call) {
 	}
 }
 
-// outcome says how call k ended. When a process dies, its waiting calls end in any order and with any
-// error, so the trace has none of these errors.
+// outcome says how call k ended. When a process dies, its waiting calls end in any order and with
+// any error, so the trace has none of these errors.
 func outcome(err error, p *process, k *call) string {
 	if p.dead.Load() {
 		return "ended with its process"

@@ -241,8 +241,15 @@ func (s specStore) WriteClaim(uid types.UID, devices []specs.Device) error {
 		func() { s.p.world.specs.partial(uid) })
 }
 
-func (s specStore) WriteMetadata(c metadata.Claim, r metadata.Request) error {
-	return s.p.do(s.p.ctx, metadataWrite, func() error { return s.Specs.WriteMetadata(c, r) }, func() {})
+// WriteMetadata has a fault point before and after each file.
+func (s specStore) WriteMetadata(c metadata.Claim, requests []metadata.Request) error {
+	for i := range requests {
+		write := func() error { return s.Specs.WriteMetadata(c, requests[i:i+1]) }
+		if err := s.p.do(s.p.ctx, metadataWrite, write, func() {}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (s specStore) RemoveClaim(uid types.UID) error {

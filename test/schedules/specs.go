@@ -180,10 +180,12 @@ func (s *inMemory) WriteClaim(uid types.UID, devices []specs.Device) error {
 	return nil
 }
 
-// WriteMetadata stores what the file of a request says.
-func (s *inMemory) WriteMetadata(c metadata.Claim, r metadata.Request) error {
-	others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
-	s.metadata[c.UID] = append(others, r)
+// WriteMetadata stores what the files of the requests say.
+func (s *inMemory) WriteMetadata(c metadata.Claim, requests []metadata.Request) error {
+	for _, r := range requests {
+		others := slices.DeleteFunc(slices.Clone(s.metadata[c.UID]), func(there metadata.Request) bool { return there.Name == r.Name })
+		s.metadata[c.UID] = append(others, r)
+	}
 	return nil
 }
 

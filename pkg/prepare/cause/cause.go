@@ -49,23 +49,18 @@ func Wrap(cause Cause, err error) error {
 
 // OrStep adds the cause Step to an error without a cause.
 func OrStep(err error) error {
-	if Of(err) != Other {
+	if err == nil || Of(err) != Other {
 		return err
 	}
-	return Wrap(Step, err)
+	return &causeError{Step, err}
 }
 
-// Of returns the cause of err. It returns "" if err is nil.
+// Of returns the cause of err, which is not nil.
 func Of(err error) Cause {
-	var c *causeError
-	switch {
-	case err == nil:
-		return ""
-	case errors.As(err, &c):
+	if c, ok := errors.AsType[*causeError](err); ok {
 		return c.cause
-	default:
-		return Other
 	}
+	return Other
 }
 
 // permanentError is an error that no retry can fix, because an operator must act first.

@@ -14,7 +14,7 @@ const ClaimSpecKind = "claim-spec"
 // mounts. The record contains the CDI edits, so that the driver can write a lost spec again without
 // reading the hardware.
 type ClaimSpec struct {
-	Devices []SpecDevice `json:"devices"`
+	Devices []specs.Device `json:"devices"`
 	// Clients lists the devices that are shared through MPS, each with the MPS daemon to which its
 	// containers connect.
 	Clients []MPSClient `json:"clients,omitempty"`
@@ -32,12 +32,6 @@ type Metadata struct {
 	Requests []metadata.Request `json:"-"`
 }
 
-// SpecDevice is a device in a claim's CDI spec.
-type SpecDevice struct {
-	Name  string               `json:"name"`
-	Edits specs.ContainerEdits `json:"edits"`
-}
-
 var _ Step = &ClaimSpec{}
 
 // NeedsHardware implements [Step].
@@ -46,19 +40,13 @@ func (*ClaimSpec) NeedsHardware() bool { return false }
 func (s *ClaimSpec) Kind() string { return ClaimSpecKind }
 
 func (s *ClaimSpec) Apply(_ context.Context, env *Env) error {
-	if s.Metadata != nil {
-		c := metadata.Claim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name, PodClaimName: s.Metadata.PodClaimName}
-		for _, r := range s.Metadata.Requests {
-			if err := env.Specs.WriteMetadata(c, r); err != nil {
-				return err
-			}
+	if m := s.Metadata; m != nil {
+		c := metadata.Claim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name, PodClaimName: m.PodClaimName}
+		if err := env.Specs.WriteMetadata(c, m.Requests); err != nil {
+			return err
 		}
 	}
-	devices := make([]specs.Device, len(s.Devices))
-	for i, d := range s.Devices {
-		devices[i] = specs.Device{Name: d.Name, ContainerEdits: d.Edits}
-	}
-	return env.Specs.WriteClaim(env.ClaimUID, devices)
+	return env.Specs.WriteClaim(env.ClaimUID, s.Devices)
 }
 
 func (s *ClaimSpec) Revert(_ context.Context, env *Env) error {

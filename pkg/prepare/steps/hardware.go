@@ -87,8 +87,8 @@ const daemonTime = 20 * time.Second
 type Specs interface {
 	WriteBase(edits specs.ContainerEdits) error
 	WriteClaim(uid types.UID, devices []specs.Device) error
-	// WriteMetadata writes the file that describes a request's devices to the claim's containers.
-	WriteMetadata(c metadata.Claim, r metadata.Request) error
+	// WriteMetadata writes the files that describe the requests' devices to the claim's containers.
+	WriteMetadata(c metadata.Claim, requests []metadata.Request) error
 	RemoveClaim(uid types.UID) error
 	Claims() ([]types.UID, error)
 }

@@ -15,7 +15,7 @@ import (
 func TestStepsSurviveTheRecord(t *testing.T) {
 	partition := &MIGInstance{Device: "gpu-0000-1b-00-0-mig-19-2", ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1}, Asked: true}
 	spec := &ClaimSpec{
-		Devices: []SpecDevice{{"d", specs.ContainerEdits{Env: []string{"A=B"}}}},
+		Devices: []specs.Device{{Name: "d", ContainerEdits: specs.ContainerEdits{Env: []string{"A=B"}}}},
 		Clients: []MPSClient{{Daemon: "d", Threads: 30}},
 	}
 	shared, err := NewShared("gpu-0000-1b-00-0", []string{"gpu-0000-1b-00-0"}, &MPSDaemon{})
