@@ -1,12 +1,10 @@
 package device
 
 import (
-	"cmp"
-	"fmt"
 	"math"
-	"strconv"
 	"strings"
 
+	"github.com/blang/semver/v4"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/utils/ptr"
@@ -38,33 +36,6 @@ const (
 // Attributes are the attributes of one device.
 type Attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
-// commonAttributes returns the attributes that all devices of a GPU have. The attribute parentUUID
-// is always the UUID of the GPU, even on the device for the whole GPU. A GPU that NVML does not
-// list has its PCI address instead, so that no two GPUs match each other by this attribute.
-func commonAttributes(g GPU, d Driver) Attributes {
-	a := Attributes{
-		"parentUUID":     text(cmp.Or(g.UUID, "PCI-"+string(g.PCIAddress))),
-		AttrPCIBusID:     text(string(g.PCIAddress)),
-		"productName":    text(cmp.Or(g.ProductName, unknownFact)),
-		"brand":          text(cmp.Or(g.Brand, unknownFact)),
-		"architecture":   text(cmp.Or(g.Architecture, unknownFact)),
-		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
-
-		// CEL can compare semantic versions. The driver's own text ("580.65.06") is not one.
-		"cudaComputeCapability": semver(g.CUDAComputeCapability),
-		"driverVersion":         semver(d.Version),
-		"cudaDriverVersion":     semver(d.CUDAVersion),
-		"driverVersionString":   text(cmp.Or(d.Version, unknownFact)),
-	}
-	if g.PCIeRoot != "" {
-		a[AttrPCIeRoot] = text(g.PCIeRoot)
-	}
-	if g.NUMANode != nil {
-		a[AttrNUMANode] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(*g.NUMANode))}
-	}
-	return a
-}
-
 // text returns a string attribute. It truncates s to the API's limit, because one longer product
 // name would make the whole pool invalid.
 func text(s string) resourceapi.DeviceAttribute {
@@ -74,22 +45,14 @@ func text(s string) resourceapi.DeviceAttribute {
 	return resourceapi.DeviceAttribute{StringValue: ptr.To(s)}
 }
 
-// semver returns a version attribute: strict semver, made of a dotted version of one to three
-// numbers. "580.65.06" becomes "580.65.6", and "13.0" becomes "13.0.0". Anything else becomes
-// [noVersion].
-func semver(v string) resourceapi.DeviceAttribute {
-	parts := strings.Split(v, ".")
-	numbers := make([]uint64, max(3, len(parts)))
-	var err error
-	for i, p := range parts {
-		if numbers[i], err = strconv.ParseUint(p, 10, 32); err != nil {
-			return resourceapi.DeviceAttribute{VersionValue: ptr.To(noVersion)}
-		}
-	}
-	if len(numbers) > 3 {
+// version returns a version attribute, which is strict semver: "580.65.06" becomes "580.65.6", and
+// "13.0" becomes "13.0.0". Whatever is no version becomes [noVersion].
+func version(s string) resourceapi.DeviceAttribute {
+	v, err := semver.ParseTolerant(s)
+	if err != nil {
 		return resourceapi.DeviceAttribute{VersionValue: ptr.To(noVersion)}
 	}
-	return resourceapi.DeviceAttribute{VersionValue: ptr.To(fmt.Sprintf("%d.%d.%d", numbers[0], numbers[1], numbers[2]))}
+	return resourceapi.DeviceAttribute{VersionValue: ptr.To(v.FinalizeVersion())}
 }
 
 // perProduct returns the type of a partition for ResourcePoolStatusRequest: the text in what and

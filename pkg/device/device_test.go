@@ -45,14 +45,14 @@ func TestDeviceNameUsesFullPCIAddress(t *testing.T) {
 	}
 }
 
-func TestSemverConvertsDriverVersions(t *testing.T) {
+func TestVersionConvertsDriverVersions(t *testing.T) {
 	for given, want := range map[string]string{"580.65.06": "580.65.6", "13.0": "13.0.0", "12": "12.0.0", "9.0": "9.0.0"} {
-		if got := *semver(given).VersionValue; got != want {
+		if got := *version(given).VersionValue; got != want {
 			t.Errorf("%s becomes %s; want %s", given, got, want)
 		}
 	}
-	for _, given := range []string{"", "1.2.3.4", "a.b", "1.-2", "1..2", "99999999999"} {
-		if got := *semver(given).VersionValue; got != noVersion {
+	for _, given := range []string{"", "1.2.3.4", "a.b", "1.-2", "1..2", "99999999999999999999"} {
+		if got := *version(given).VersionValue; got != noVersion {
 			t.Errorf("%q becomes %s", given, got)
 		}
 	}

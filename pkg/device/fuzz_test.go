@@ -3,21 +3,21 @@ package device
 import (
 	"testing"
 
-	"k8s.io/apimachinery/pkg/util/version"
+	utilversion "k8s.io/apimachinery/pkg/util/version"
 )
 
-// FuzzSemver expects that semver returns strict semver for any driver version.
-func FuzzSemver(f *testing.F) {
+// FuzzVersion expects that version returns strict semver for any driver version.
+func FuzzVersion(f *testing.F) {
 	for _, v := range []string{"580.65.06", "13.0", "", ".", "1..2", "00.00.00", "4294967296", "-1", "1.2.3.4", "١"} {
 		f.Add(v)
 	}
 	f.Fuzz(func(t *testing.T, v string) {
-		strict := *semver(v).VersionValue
-		parsed, err := version.ParseSemantic(strict)
+		strict := *version(v).VersionValue
+		parsed, err := utilversion.ParseSemantic(strict)
 		if err != nil || parsed.String() != strict {
 			t.Errorf("%q becomes %q: %v", v, strict, err)
 		}
-		if again := *semver(strict).VersionValue; again != strict {
+		if again := *version(strict).VersionValue; again != strict {
 			t.Errorf("%q becomes %q, which becomes %q", v, strict, again)
 		}
 	})

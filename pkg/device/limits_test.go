@@ -61,7 +61,7 @@ func checkAttribute(t *testing.T, device string, name resourceapi.QualifiedName,
 	}
 	if a.VersionValue != nil {
 		set++
-		if strict := *semver(*a.VersionValue).VersionValue; strict != *a.VersionValue {
+		if strict := *version(*a.VersionValue).VersionValue; strict != *a.VersionValue {
 			t.Errorf("device %s: %s is %q, not strict semver", device, name, *a.VersionValue)
 		}
 	}

@@ -1,6 +1,7 @@
 package device
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 
@@ -77,6 +78,33 @@ func (w Whole) partitionType() string { return perProduct("whole", w.gpu) }
 
 func (w Whole) name() Name            { return Name{GPU: w.gpu.WholeName()} }
 func (w Whole) memoryToShare() uint64 { return w.gpu.MemoryBytes }
+
+// commonAttributes returns the attributes that all devices of a GPU have. The attribute parentUUID
+// is always the UUID of the GPU, even on the device for the whole GPU. A GPU that NVML does not
+// list has its PCI address instead, so that no two GPUs match each other by this attribute.
+func commonAttributes(g GPU, d Driver) Attributes {
+	a := Attributes{
+		"parentUUID":     text(cmp.Or(g.UUID, "PCI-"+string(g.PCIAddress))),
+		AttrPCIBusID:     text(string(g.PCIAddress)),
+		"productName":    text(cmp.Or(g.ProductName, unknownFact)),
+		"brand":          text(cmp.Or(g.Brand, unknownFact)),
+		"architecture":   text(cmp.Or(g.Architecture, unknownFact)),
+		"addressingMode": text(cmp.Or(g.AddressingMode, noAddressingMode)),
+
+		// CEL can compare semantic versions. The driver's own text ("580.65.06") is not one.
+		"cudaComputeCapability": version(g.CUDAComputeCapability),
+		"driverVersion":         version(d.Version),
+		"cudaDriverVersion":     version(d.CUDAVersion),
+		"driverVersionString":   text(cmp.Or(d.Version, unknownFact)),
+	}
+	if g.PCIeRoot != "" {
+		a[AttrPCIeRoot] = text(g.PCIeRoot)
+	}
+	if g.NUMANode != nil {
+		a[AttrNUMANode] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(*g.NUMANode))}
+	}
+	return a
+}
 
 // VFIO is a GPU that is offered to virtual machines as a whole.
 type VFIO struct {
