@@ -10,6 +10,8 @@
 // The package decodes configurations, fills in their defaults and validates them. Results that use
 // the same configuration entry form a group.
 //
+// [Oversized] finds a request that asked for a part of a GPU but got all of it.
+//
 // The package needs only the claim. It does not know which devices the node has, nor what they
 // support.
 package claim
@@ -18,6 +20,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 
@@ -228,4 +231,62 @@ func (e *entry) appliesTo(request string) bool {
 	}
 	parent, _, isSub := strings.Cut(request, "/")
 	return isSub && slices.Contains(e.requests, parent)
+}
+
+// memoryRequest is a claim's request for an amount of memory.
+type memoryRequest struct {
+	class  string
+	memory resource.Quantity
+}
+
+// Oversized describes the claim's first request for at most half of a GPU's memory that was
+// allocated the whole GPU, or returns "". Manifests for NVIDIA's DRA driver with its gate
+// consumableShares expect a share for such a request. wholeMemory returns the memory in bytes of
+// the GPU that is offered under this name as a whole, or 0 if it is unknown or the device is
+// another.
+func Oversized(c *resourceapi.ResourceClaim, driver string, wholeMemory func(device string) uint64) string {
+	asked := map[string]memoryRequest{} // by the request's name in an allocation result
+	add := func(name, class string, capacity *resourceapi.CapacityRequirements) {
+		if capacity == nil {
+			return
+		}
+		if memory, ok := capacity.Requests["memory"]; ok {
+			asked[name] = memoryRequest{class, memory}
+		}
+	}
+	for _, request := range c.Spec.Devices.Requests {
+		if request.Exactly != nil {
+			add(request.Name, request.Exactly.DeviceClassName, request.Exactly.Capacity)
+		}
+		for _, sub := range request.FirstAvailable {
+			add(request.Name+"/"+sub.Name, sub.DeviceClassName, sub.Capacity)
+		}
+	}
+	if len(asked) == 0 || c.Status.Allocation == nil {
+		return ""
+	}
+	hint, class, more := "", "", 0
+	for _, result := range c.Status.Allocation.Devices.Results {
+		request, ok := asked[result.Request]
+		if !ok || result.Driver != driver || ptr.Deref(result.AdminAccess, false) {
+			continue
+		}
+		memory := int64(min(wholeMemory(result.Device), math.MaxInt64))
+		switch {
+		case memory == 0 || request.memory.CmpInt64(memory/2) > 0:
+		case hint != "":
+			more++
+		default:
+			class = request.class
+			hint = fmt.Sprintf("Request %s asks for %s of memory but got the whole GPU %s with %s",
+				result.Request, &request.memory, result.Device, resource.NewQuantity(memory, resource.BinarySI))
+		}
+	}
+	if hint == "" {
+		return ""
+	}
+	if more > 0 {
+		hint += fmt.Sprintf(" (the same applies to %d more GPUs of the claim)", more)
+	}
+	return fmt.Sprintf("%s: class %s gives whole GPUs", hint, class)
 }

@@ -9,16 +9,11 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 )
 
-func ofMemory(amount string) *resourceapi.CapacityRequirements {
-	return &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(amount)}}
-}
-
-func exactly(name, amount string) resourceapi.DeviceRequest {
-	r := resourceapi.DeviceRequest{Name: name, Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com"}}
-	if amount != "" {
-		r.Exactly.Capacity = ofMemory(amount)
-	}
-	return r
+func littleMemory() []resourceapi.DeviceRequest {
+	amount := &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("4Gi")}}
+	return []resourceapi.DeviceRequest{{
+		Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", Capacity: amount},
+	}}
 }
 
 func TestOversizedClaimGetsOneEvent(t *testing.T) {
@@ -34,7 +29,7 @@ func TestOversizedClaimGetsOneEvent(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		stored.Spec.Devices.Requests = []resourceapi.DeviceRequest{exactly("gpu", "4Gi")}
+		stored.Spec.Devices.Requests = littleMemory()
 		if _, err := claims.Update(t.Context(), stored, metav1.UpdateOptions{}); err != nil {
 			t.Fatal(err)
 		}
