@@ -31,11 +31,11 @@ func (p *Preparer) describeDevices(pl *plan) error {
 		return nil
 	}
 	m.Requests = nil
-	c := metadata.Claim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, PodClaimName: m.PodClaimName}
+	m.Claim = metadata.Claim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name, PodClaimName: m.PodClaimName}
 	for i, d := range r.Devices {
 		at := slices.IndexFunc(m.Requests, func(there metadata.Request) bool { return there.Name == d.Request })
 		if at < 0 {
-			edits, err := p.opts.Edits.MetadataEdits(c, d.Request)
+			edits, err := p.opts.Edits.MetadataEdits(m.Claim, d.Request)
 			if err != nil {
 				return cause.Wrap(cause.Claim, err)
 			}

@@ -27,8 +27,9 @@ type ClaimSpec struct {
 type Metadata struct {
 	// PodClaimName is that of [metadata.Claim].
 	PodClaimName string `json:"podClaimName,omitempty"`
-	// Requests are not recorded. They are nil in a step from a record, which then leaves the files as
-	// they are.
+	// Claim and Requests are not recorded. They are empty in a step from a record, which then leaves
+	// the files as they are.
+	Claim    metadata.Claim     `json:"-"`
 	Requests []metadata.Request `json:"-"`
 }
 
@@ -40,9 +41,8 @@ func (*ClaimSpec) NeedsHardware() bool { return false }
 func (s *ClaimSpec) Kind() string { return ClaimSpecKind }
 
 func (s *ClaimSpec) Apply(_ context.Context, env *Env) error {
-	if m := s.Metadata; m != nil {
-		c := metadata.Claim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name, PodClaimName: m.PodClaimName}
-		if err := env.Specs.WriteMetadata(c, m.Requests); err != nil {
+	if s.Metadata != nil {
+		if err := env.Specs.WriteMetadata(s.Metadata.Claim, s.Metadata.Requests); err != nil {
 			return err
 		}
 	}
