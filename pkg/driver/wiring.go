@@ -115,7 +115,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	specs := cdi.NewStore(cfg.CDIRoot)
 	recorder := events.New(ctx, parts.Client, cfg.NodeName)
 	toAdmins := reports{recorder, parts.Metrics}
-	lead := leader.New(cfg.PluginDir, time.Now())
+	lead := leader.New(cfg.PluginDir)
 	calls := newInFlightCalls()
 	statusClient := parts.StatusClient
 	if !cfg.ClaimStatus {

@@ -100,7 +100,7 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 		t.Fatal(errs)
 	}
 	u.publisher = New(Options{
-		Client: client, NodeName: "node", Leader: leader.New(t.TempDir(), time.Now()),
+		Client: client, NodeName: "node", Leader: leader.New(t.TempDir()),
 		Node: u.node, Health: u.health, Effects: effects, Claims: u.records,
 		Events: noEvents{}, Metrics: metrics.New("test"),
 	})

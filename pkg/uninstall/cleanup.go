@@ -194,12 +194,6 @@ func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
 // it is empty then. Otherwise it returns the paths of what is left in it.
 func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 	errs := []error{os.RemoveAll(stateDir)}
-	// A plugin process that was killed while it wrote its request for the leader lock leaves a
-	// temporary file with such a name.
-	unfinished, _ := filepath.Glob(filepath.Join(pluginDir, "publisher.request.*"))
-	for _, path := range unfinished {
-		errs = append(errs, os.Remove(path))
-	}
 	for _, name := range []string{"publisher.lock", "publisher.request", "bin", instanceLockFile, ""} {
 		err := os.Remove(filepath.Join(pluginDir, name))
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {

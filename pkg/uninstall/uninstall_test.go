@@ -146,7 +146,7 @@ func TestCleanupRemovesOnlyOurFiles(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for _, f := range append([]string{"publisher.lock", "publisher.request.1", "state/claims.lock"}, theirs...) {
+			for _, f := range append([]string{"publisher.lock", "publisher.request", "state/claims.lock"}, theirs...) {
 				if err := os.WriteFile(filepath.Join(dir, f), nil, 0o600); err != nil {
 					t.Fatal(err)
 				}

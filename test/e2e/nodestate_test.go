@@ -52,7 +52,6 @@ lock=$1/state/claims.lock
 [ ! -e "$lock" ] || ! grep "OFDLCK.*:$(stat -c %i "$lock") " /proc/locks || echo "a lock in $lock is held"
 ls -d "$1"/metadata/* 2>/dev/null
 find "$1" "$3" \( -name "dra*.sock" -o -name "gpu.nvidia.com-*reg.sock" \) ! -name "*$4*"
-ls "$1"/publisher.request* 2>/dev/null
 [ -e "$2/k8s.gpu.nvidia.com-base.json" ] || echo "the base spec is missing"
 true`
 

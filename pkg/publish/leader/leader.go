@@ -1,9 +1,9 @@
 // Package leader elects the plugin instance that publishes the node's slices: the newest one with
 // something to publish.
 //
-// A [Lock] is a flock, so a killed leader loses it at once. A newer instance writes a request file
-// to ask for a hand-over. If the newer instance ends after the hand-over, the former leader leads
-// again.
+// A [Lock] is a flock, so a killed leader loses it at once. An instance that has not led yet asks
+// the leader for a hand-over: it locks the request file. If the newer instance ends after the
+// hand-over, the former leader leads again.
 //
 // The package publishes nothing. The leader also saves the health findings. After a hand-over only
 // the newer instance keeps the files that exist once on a node, such as the base CDI spec: their
@@ -14,11 +14,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"path/filepath"
-	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -29,39 +25,33 @@ import (
 )
 
 const (
-	// lockPoll is the pause between two attempts of a waiting plugin instance to take the leader lock.
-	// It delays only the start of a plugin and rolling updates.
+	// lockPoll is the pause between two attempts of a waiting plugin instance to take a lock. It
+	// delays only the start of a plugin and rolling updates.
 	lockPoll = 200 * time.Millisecond
 	// requestPoll is how often the leader looks for the request of a newer instance.
 	requestPoll = time.Second
-	// standbyPause is how long a former leader does not try to take the leader lock after it gave the
-	// lock up, so that the newer plugin instance gets it first.
-	standbyPause = 3 * time.Second
 )
 
 // Lock is this plugin instance's side of the election. One goroutine calls Acquire and Release. The
 // other methods may be called at any time.
 type Lock struct {
-	lock        *flock.Flock
+	lock *flock.Flock
+	// requestPath is the file that an instance locks while it asks for a hand-over.
 	requestPath string
-	// started is when this plugin instance started. The instance that started last becomes the leader.
-	started time.Time
 	// leading lasts while this instance leads. resign ends it.
-	leading      context.Context //nolint:containedctx // Release asks for its cause
-	resign       context.CancelCauseFunc
-	standbyUntil time.Time
+	leading context.Context //nolint:containedctx // Release asks for its cause
+	resign  context.CancelCauseFunc
 	// newerLeads is true from a hand-over to a newer instance until this instance leads again.
 	newerLeads atomic.Bool
 	leadsAgain wake.Signal
 }
 
-// New returns the Lock of the plugin instance that began at the given time. The lock file is in
-// dir, which all instances of the node share.
-func New(dir string, started time.Time) *Lock {
+// New returns the Lock of a plugin instance. The lock files are in dir, which all instances of the
+// node share.
+func New(dir string) *Lock {
 	return &Lock{
 		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
 		requestPath: filepath.Join(dir, "publisher.request"),
-		started:     started,
 		leadsAgain:  wake.New(),
 	}
 }
@@ -78,39 +68,21 @@ var errHandover = errors.New("a newer instance of the plugin asked to lead")
 
 // Acquire waits until this plugin instance has the leader lock, and asks an older leader to give it
 // up. The returned context ends with ctx, at Release, and when a newer instance asks to lead.
-// Acquire returns an error if ctx ends or the lock file cannot be locked.
+// Acquire returns an error if ctx ends or a lock file cannot be locked.
 func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
-	tick := time.NewTicker(lockPoll)
-	defer tick.Stop()
-	for {
-		if time.Now().After(l.standbyUntil) {
-			locked, err := l.lock.TryLock()
-			if err != nil {
-				return nil, fmt.Errorf("lock %s: %w", l.lock.Path(), err)
-			}
-			if locked {
-				break
-			}
-			// A former leader that gave up the lock waits until the newer instance has ended. It must not
-			// ask that instance for the lock.
-			if l.standbyUntil.IsZero() {
-				if err := l.requestHandover(); err != nil {
-					// Without a request the older leader keeps the lock until its process ends. Meanwhile this
-					// plugin instance serves the kubelet.
-					klog.FromContext(ctx).V(2).Info("Failed to request the hand-over of the leader lock; retrying", "err", err)
-				}
-			}
+	request := flock.New(l.requestPath)
+	defer func() { _ = request.Unlock() }()
+	if l.NewerLeads() {
+		// This instance waits until the newer one has the leader lock, and does not ask it back.
+		if _, err := request.TryRLockContext(ctx, lockPoll); err != nil {
+			return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
 		}
-		select {
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		case <-tick.C:
-		}
+		_ = request.Unlock()
+	} else if _, err := request.TryLockContext(ctx, lockPoll); err != nil {
+		return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
 	}
-	if !l.requestTime().After(l.started) {
-		if err := os.Remove(l.requestPath); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			klog.FromContext(ctx).Error(err, "Failed to remove the hand-over request", "path", l.requestPath)
-		}
+	if _, err := l.lock.TryLockContext(ctx, lockPoll); err != nil {
+		return nil, fmt.Errorf("lock %s: %w", l.lock.Path(), err)
 	}
 	l.leading, l.resign = context.WithCancelCause(ctx)
 	go l.watchRequests(l.leading, l.resign)
@@ -120,8 +92,7 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	return l.leading, nil
 }
 
-// Release gives up the leader lock. Acquire does not try to take it again for standbyPause, so that
-// the newer instance gets it.
+// Release gives up the leader lock.
 func (l *Lock) Release(ctx context.Context) {
 	l.resign(nil)
 	if errors.Is(context.Cause(l.leading), errHandover) {
@@ -130,53 +101,22 @@ func (l *Lock) Release(ctx context.Context) {
 	if err := l.lock.Unlock(); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to release the leader lock", "path", l.lock.Path())
 	}
-	l.standbyUntil = time.Now().Add(standbyPause)
 }
 
 // watchRequests resigns when a newer plugin instance asks to lead. It ends with the context.
 func (l *Lock) watchRequests(ctx context.Context, resign context.CancelCauseFunc) {
-	for !l.requestTime().After(l.started) {
+	request := flock.New(l.requestPath)
+	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-time.After(requestPoll):
 		}
+		if free, err := request.TryRLock(); !free && err == nil {
+			break
+		}
+		_ = request.Unlock()
 	}
-	// The request file is removed now, because if the newer instance dies, its old request must not
-	// make a leader give up the lock again.
-	_ = os.Remove(l.requestPath)
 	klog.FromContext(ctx).Info("Handing over to a newer instance of the plugin")
 	resign(errHandover)
-}
-
-// requestHandover writes this plugin instance's request file, unless a newer instance has written
-// one.
-func (l *Lock) requestHandover() error {
-	if l.requestTime().After(l.started) {
-		return nil
-	}
-	// The temporary file's name contains the start time instead of the process ID, which is 1 in every
-	// container.
-	tmp := l.requestPath + "." + strconv.FormatInt(l.started.UnixNano(), 10)
-	if err := os.WriteFile(tmp, []byte(strconv.FormatInt(l.started.UnixNano(), 10)), 0o600); err != nil {
-		return fmt.Errorf("request the hand-over of the leader lock: %w", err)
-	}
-	if err := os.Rename(tmp, l.requestPath); err != nil {
-		return fmt.Errorf("request the hand-over of the leader lock: %w", err)
-	}
-	return nil
-}
-
-// requestTime returns the start time of the plugin instance that wrote the request file. It returns
-// the zero time if the file is missing or invalid.
-func (l *Lock) requestTime() time.Time {
-	raw, err := os.ReadFile(l.requestPath)
-	if err != nil {
-		return time.Time{}
-	}
-	n, err := strconv.ParseInt(strings.TrimSpace(string(raw)), 10, 64)
-	if err != nil {
-		return time.Time{}
-	}
-	return time.Unix(0, n)
 }

@@ -2,7 +2,6 @@ package leader
 
 import (
 	"context"
-	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -23,8 +22,7 @@ func acquire(t *testing.T, l *Lock) (handover <-chan struct{}) {
 
 func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	dir := t.TempDir()
-	now := time.Now()
-	older, newer := New(dir, now), New(dir, now.Add(time.Second))
+	older, newer := New(dir), New(dir)
 	fromOlder := acquire(t, older)
 
 	acquired := make(chan (<-chan struct{}))
@@ -45,7 +43,7 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 
 	// The older plugin instance must wait until the newer one ends, and must not ask it for the leader
 	// lock.
-	ctx, cancel := context.WithTimeout(t.Context(), standbyPause+5*lockPoll)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*requestPoll)
 	defer cancel()
 	if _, err := older.Acquire(ctx); err == nil {
 		t.Fatal("two instances lead")
@@ -54,9 +52,6 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	case <-fromNewer:
 		t.Fatal("the newer instance got a hand-over request from the older one")
 	default:
-	}
-	if _, err := os.Stat(newer.requestPath); err == nil {
-		t.Error("the older instance left a request file")
 	}
 	select {
 	case <-older.LeadsAgain():
@@ -73,7 +68,7 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 }
 
 func TestStoppedInstanceHasNoNewerLeader(t *testing.T) {
-	l := New(t.TempDir(), time.Now())
+	l := New(t.TempDir())
 	acquire(t, l)
 	l.Release(t.Context())
 	if l.NewerLeads() {
@@ -81,40 +76,68 @@ func TestStoppedInstanceHasNoNewerLeader(t *testing.T) {
 	}
 }
 
-func TestKilledInstanceCostsLeaderOneHandover(t *testing.T) {
+func TestKilledInstanceCostsLeaderNoHandover(t *testing.T) {
 	dir := t.TempDir()
-	now := time.Now()
-	holder, killed := New(dir, now), New(dir, now.Add(time.Second))
-	handover := acquire(t, holder)
-	if err := killed.requestHandover(); err != nil {
-		t.Fatal(err)
+	leader, killed := New(dir), New(dir)
+	handover := acquire(t, leader)
+	defer leader.Release(t.Context())
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // the kernel releases a killed instance's request as Acquire does here
+	if _, err := killed.Acquire(ctx); err == nil {
+		t.Fatal("two instances lead")
 	}
-	<-handover
-	holder.Release(t.Context())
-	handover = acquire(t, holder)
 	select {
 	case <-handover:
-		t.Fatal("one request caused two hand-overs")
+		t.Fatal("the request of an instance that has ended caused a hand-over")
 	case <-time.After(2 * requestPoll):
 	}
-	holder.Release(t.Context())
 }
 
-func TestGarbageInRequestFileIsIgnored(t *testing.T) {
+func TestFormerLeaderLeadsIfNewerEndsBeforeHandover(t *testing.T) {
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "publisher.request"), []byte("soon"), 0o600); err != nil {
-		t.Fatal(err)
+	older := New(dir)
+	handover := acquire(t, older)
+	ctx, cancel := context.WithCancel(t.Context())
+	asked := make(chan error)
+	go func() { _, err := New(dir).Acquire(ctx); asked <- err }()
+	<-handover
+	cancel()
+	if err := <-asked; err == nil {
+		t.Fatal("two instances lead")
 	}
-	l := New(dir, time.Now())
-	acquire(t, l)
-	defer l.Release(t.Context())
-	if got := l.requestTime(); !got.IsZero() {
-		t.Errorf("the garbage was read as a request from %v", got)
+	older.Release(t.Context())
+	acquire(t, older)
+	defer older.Release(t.Context())
+	if older.NewerLeads() {
+		t.Error("a newer instance leads after it has ended")
 	}
+}
+
+func TestNewestOfThreeInstancesLeads(t *testing.T) {
+	dir := t.TempDir()
+	first, second, third := New(dir), New(dir), New(dir)
+	fromFirst := acquire(t, first)
+	acquired := make(chan (<-chan struct{}), 2)
+	go func() { acquired <- acquire(t, second) }()
+	<-fromFirst
+	go func() { acquired <- acquire(t, third) }()
+	first.Release(t.Context())
+	<-<-acquired
+	second.Release(t.Context())
+	fromThird := <-acquired
+	if !first.NewerLeads() || !second.NewerLeads() || third.NewerLeads() {
+		t.Error("not the newest instance leads")
+	}
+	select {
+	case <-fromThird:
+		t.Fatal("a former leader asked the newest instance for the leader lock")
+	case <-time.After(2 * requestPoll):
+	}
+	third.Release(t.Context())
 }
 
 func TestAcquireFailsWithoutLockDirectory(t *testing.T) {
-	if _, err := New(filepath.Join(t.TempDir(), "missing"), time.Now()).Acquire(t.Context()); err == nil {
+	if _, err := New(filepath.Join(t.TempDir(), "missing")).Acquire(t.Context()); err == nil {
 		t.Fatal("acquired a lock in a missing directory")
 	}
 }
