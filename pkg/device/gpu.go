@@ -190,12 +190,9 @@ func (c ComputeInstance) IsPart() bool { return partial.MatchString(c.Name) }
 // Part returns the compute instance of the GPU instance i that the device name n names. The second
 // result is false if n names another GPU instance, or a compute instance that does not exist.
 func (i Instance) Part(n PartitionName) (ComputeInstance, bool) {
-	if i.ProfileID != n.ProfileID || i.Placement.Start != n.Start {
-		return ComputeInstance{}, false
-	}
+	name := Name{Partition: &n}.String()
 	for _, c := range i.Compute {
-		if own := i.partitionName(c); own.Compute == nil && n.Compute == nil ||
-			own.Compute != nil && n.Compute != nil && *own.Compute == *n.Compute {
+		if i.DeviceName("", c) == name {
 			return c, true
 		}
 	}
