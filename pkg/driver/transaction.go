@@ -14,7 +14,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
@@ -43,23 +42,6 @@ func newTransaction(o prepare.Options) transaction {
 // the pause before the kubelet's retry. It is long enough if the other claim's Pod exits on
 // request, has a short grace period or was deleted by force.
 const conflictWait = 10 * time.Second
-
-// transactionOptions completes node, and returns it with everything else that the transaction
-// needs. The context ends when the plugin stops.
-func transactionOptions(
-	ctx context.Context, cfg *config.Config, parts Parts, s state, node steps.Node, shares *shareTotals,
-	calls *inFlightCalls, status *claimstatus.Reporter, toAdmins reports, inv *inventory.Inventory,
-) prepare.Options {
-	node.Partitions = parts.Partitions
-	node.Binder = parts.Binder
-	return prepare.Options{
-		Pool: cfg.NodeName, Node: node, Locks: s.locks,
-		Claims: claimReader{calls, parts.Client},
-		Edits:  nodeEdits{visiblePath(cfg), metadata.NewFiles(cfg.MetadataDir()), cfg}, ShareTotals: shares.Of,
-		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
-		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
-	}
-}
 
 // claimReader implements [prepare.Claims].
 type claimReader struct {

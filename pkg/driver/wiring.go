@@ -35,6 +35,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/watch"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/occupancy"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
@@ -141,10 +142,17 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	node := nodeview.New(inv, verdicts, reference)
 	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
-	claims := newTransaction(transactionOptions(ctx, cfg, parts, state, steps.Node{
-		BootID: state.bootID, Now: time.Now, Records: state.records,
-		Specs: metadata.WithSpecs{Store: specs, Files: described}, Hardware: node, MPS: supervisor,
-	}, totals, calls, status, toAdmins, inv))
+	claims := newTransaction(prepare.Options{
+		Node: steps.Node{
+			BootID: state.bootID, Now: time.Now, Records: state.records,
+			Specs: metadata.WithSpecs{Store: specs, Files: described}, Hardware: node, MPS: supervisor,
+			Partitions: parts.Partitions, Binder: parts.Binder,
+		},
+		Pool: cfg.NodeName, Locks: state.locks, Claims: claimReader{calls, parts.Client},
+		Edits: nodeEdits{visiblePath(cfg), described, cfg}, ShareTotals: totals.Of,
+		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
+		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
+	})
 	parts.Metrics.CountPrepared(func() (prepared, gpus int, _ error) {
 		used, err := claims.Usage()
 		return used.Claims, used.GPUs, err
