@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"reflect"
-	"slices"
 	"strings"
 	"time"
 
@@ -42,8 +41,8 @@ type hostWatch struct {
 // Check reports or clears the conditions of the host once.
 func (h *hostWatch) Check(ctx context.Context) { h.node.Check(ctx, h.checks) }
 
-// Run works until the context ends. It checks the host regularly, and after each change of the node
-// that is not the result of a check. It reports each change.
+// Run works until the context ends. It checks the host regularly, and after each change of the
+// inventory. It reports each change of the node.
 func (h *hostWatch) Run(ctx context.Context) {
 	select { // nothing is reported before the first scan, unless that hangs
 	case <-ctx.Done():
@@ -51,7 +50,7 @@ func (h *hostWatch) Run(ctx context.Context) {
 	case <-h.node.FirstLook():
 	case <-time.After(checkInterval):
 	}
-	var known checkBasis // what was known when the host was last checked
+	var known inventory.Snapshot // what was known when the host was last checked
 	var checkedAt time.Time
 	for {
 		v := h.node.View()
@@ -60,9 +59,9 @@ func (h *hostWatch) Run(ctx context.Context) {
 			pause = unreadyCheckInterval
 		}
 		next := checkedAt.Add(pause)
-		if now := h.checkBasis(v); !time.Now().Before(next) || !reflect.DeepEqual(now, known) {
+		if !time.Now().Before(next) || !reflect.DeepEqual(v.Inventory, known) {
 			h.Check(ctx)
-			known, checkedAt = now, time.Now()
+			known, checkedAt = v.Inventory, time.Now()
 			continue
 		}
 		h.report(ctx, v)
@@ -78,20 +77,6 @@ func (h *hostWatch) Run(ctx context.Context) {
 			checkedAt = time.Time{}
 		}
 	}
-}
-
-// checkBasis is what the host is checked for again: the hardware, and what others than the checks
-// report. If it had the checks' own conditions, one whose text varies would never let them pause.
-type checkBasis struct {
-	inventory  inventory.Snapshot
-	conditions []nodeview.Condition
-}
-
-func (h *hostWatch) checkBasis(v *nodeview.View) checkBasis {
-	others := slices.DeleteFunc(slices.Clone(v.Conditions), func(c nodeview.Condition) bool {
-		return slices.ContainsFunc(h.checks, func(own nodeview.Check) bool { return own.Source() == c.Source })
-	})
-	return checkBasis{v.Inventory, others}
 }
 
 // report reports what has changed since the last report, and wakes reconciliation. That also
