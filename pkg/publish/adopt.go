@@ -21,14 +21,11 @@ import (
 func (p *Publisher) newRollout(
 	ctx context.Context, wanted []resourceslice.Slice,
 ) (_ *rollout.Rollout, first []resourceslice.Slice) {
-	ctx, cancel := context.WithTimeout(ctx, apiTimeout)
-	defer cancel()
-	stored, err := p.cluster.Slices(ctx)
+	earlier, err := p.adoptSlices(ctx)
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Failed to list the ResourceSlices of an earlier instance; the controller will replace them", "err", err)
 	}
 	first = wanted
-	earlier := completePool(stored)
 	published := len(earlier) > 0 && slices.EqualFunc(earlier, wanted, rollout.EqualExceptTaints)
 	if published {
 		first = earlier
