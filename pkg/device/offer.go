@@ -224,12 +224,9 @@ func (h holding) hiddenFromCounters() bool { return !h.counted || h.Partition !=
 
 func (o Offering) holdings(set budget) []holding {
 	var all []holding
-	add := func(name string, share, counted bool) {
-		if !strings.HasPrefix(name, o.WholeName()) {
-			return
-		}
+	add := func(name string, counted bool) {
 		n, ok := ParseName(name)
-		if !ok || n.GPU != o.WholeName() || n.Share != share {
+		if !ok || n.GPU != o.WholeName() {
 			return
 		}
 		h := holding{Name: n, counted: counted}
@@ -239,10 +236,10 @@ func (o Offering) holdings(set budget) []holding {
 		all = append(all, h)
 	}
 	for _, name := range slices.Sorted(maps.Keys(o.Held)) {
-		add(name, false, o.Held[name])
+		add(name, o.Held[name])
 	}
 	for _, name := range slices.Sorted(maps.Keys(o.HeldShares)) {
-		add(name, true, true)
+		add(name, true)
 	}
 	return all
 }
