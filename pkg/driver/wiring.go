@@ -233,12 +233,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			endless(func(ctx context.Context) { status.Run(ctx, claims) }),
 			publisher.Run,
 		},
-		cleaner: uninstall.NewCleaner(uninstall.Options{
+		cleaner: &uninstall.Cleaner{
 			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
 			Lock: instanceLock, Claims: claims, Use: access.Use, Snapshot: node.Snapshot, StopDaemons: supervisor.StopAll,
 			RemoveFiles: []func() error{specs.RemoveBase, described.RemoveAll, cdiHook.Remove, mpsHook.Remove}, EventNow: recorder.EventNow,
-		}),
+		},
 	}, nil
 }
 

@@ -36,8 +36,8 @@ type Claims interface {
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
 }
 
-// Options are the settings and dependencies of a [Cleaner].
-type Options struct {
+// Cleaner removes the driver from the node when the plugin ends.
+type Cleaner struct {
 	Client kubernetes.Interface
 	// Namespace and DaemonSet name the plugin's DaemonSet. Without DaemonSet nothing is cleaned up.
 	Namespace, DaemonSet string
@@ -45,6 +45,7 @@ type Options struct {
 	// it.
 	Node, PluginDir, StateDir string
 
+	// Lock is this instance's shared instance lock. Release gives it up.
 	Lock   *InstanceLock
 	Claims Claims
 	// Use says whether the plugin may access the GPUs. The caller calls done after the access.
@@ -59,26 +60,20 @@ type Options struct {
 	EventNow func(ctx context.Context, client kubernetes.Interface, reason events.Reason, message string) error
 }
 
-// Cleaner removes the driver from the node when the plugin ends.
-type Cleaner struct{ opts Options }
-
-// NewCleaner returns a Cleaner. It takes over the instance lock.
-func NewCleaner(o Options) *Cleaner { return &Cleaner{o} }
-
 // Release gives up the instance lock. The plugin must call it when it ends.
-func (c *Cleaner) Release() { c.opts.Lock.Release() }
+func (c *Cleaner) Release() { c.Lock.Release() }
 
 // CleanUp cleans up the node if the DaemonSet was deleted and no other plugin instance runs on the
 // node. It deletes the node's ResourceSlices. If no claim on the node is prepared, it also removes
 // the driver's files. The plugin must no longer serve the kubelet.
 func (c *Cleaner) CleanUp(ctx context.Context) {
 	logger := klog.FromContext(ctx)
-	if c.opts.DaemonSet == "" {
+	if c.DaemonSet == "" {
 		return
 	}
 	requests, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
-	gone, err := daemonSetGone(requests, c.opts.Client, c.opts.Namespace, c.opts.DaemonSet)
+	gone, err := daemonSetGone(requests, c.Client, c.Namespace, c.DaemonSet)
 	if err != nil {
 		logger.Error(err, "Failed to check whether the driver was uninstalled; skipping cleanup of the node")
 		return
@@ -86,7 +81,7 @@ func (c *Cleaner) CleanUp(ctx context.Context) {
 	if !gone {
 		return
 	}
-	alone, err := c.opts.Lock.TryExclusive()
+	alone, err := c.Lock.TryExclusive()
 	if err != nil {
 		logger.Error(err, "Failed to check for other instances of the plugin; skipping cleanup of the node")
 		return
@@ -98,7 +93,7 @@ func (c *Cleaner) CleanUp(ctx context.Context) {
 	if err := c.deleteSlices(requests); err != nil {
 		logger.Error(err, "Failed to delete this node's ResourceSlices; the kubelet deletes them soon")
 	}
-	held, err := c.opts.Claims.Usage()
+	held, err := c.Claims.Usage()
 	if err != nil || held.Claims > 0 {
 		logger.Info("Skipped cleanup of the node: Pods of prepared claims need the driver's files", "claims", held.Claims, "err", err)
 		return
@@ -110,7 +105,7 @@ func (c *Cleaner) CleanUp(ctx context.Context) {
 		logger.Error(err, "Failed to remove all files of the driver from the node")
 	case len(left) > 0:
 		logger.Info("Removed the driver's files from the node; kept the plugin directory because it contains other files",
-			"directory", c.opts.PluginDir, "left", left)
+			"directory", c.PluginDir, "left", left)
 	default:
 		logger.Info("Removed the driver's files from the node")
 	}
@@ -132,8 +127,8 @@ func daemonSetGone(ctx context.Context, client kubernetes.Interface, namespace, 
 // deleteSlices deletes this node's ResourceSlices, so that the scheduler stops allocating the
 // node's devices.
 func (c *Cleaner) deleteSlices(ctx context.Context) error {
-	err := c.opts.Client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{
-		FieldSelector: fmt.Sprintf("%s=%s,%s=%s", resourceapi.ResourceSliceSelectorNodeName, c.opts.Node,
+	err := c.Client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{
+		FieldSelector: fmt.Sprintf("%s=%s,%s=%s", resourceapi.ResourceSliceSelectorNodeName, c.Node,
 			resourceapi.ResourceSliceSelectorDriver, device.DriverName),
 	})
 	if err != nil {
@@ -145,7 +140,7 @@ func (c *Cleaner) deleteSlices(ctx context.Context) error {
 // switchOffMIGModes switches off MIG mode on the GPUs where the driver had switched it on. If a GPU
 // is in use, it stays in MIG mode, and an Event asks the admin to switch the mode off.
 func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
-	done, ok := c.opts.Use()
+	done, ok := c.Use()
 	defer done()
 	if !ok {
 		return // the hardware is released for a driver upgrade
@@ -157,7 +152,7 @@ func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
 	logger := klog.FromContext(ctx)
 	logger.Error(failed, "Failed to switch off MIG mode; switch it off with nvidia-smi -i ADDRESS -mig 0")
 	message := "The driver was uninstalled, and " + failed.Error() + "; switch it off with nvidia-smi -i ADDRESS -mig 0"
-	if err := c.opts.EventNow(ctx, c.opts.Client, events.MIGModeStays, message); err != nil {
+	if err := c.EventNow(ctx, c.Client, events.MIGModeStays, message); err != nil {
 		logger.Error(err, "Failed to write the Event MIGModeStays")
 	}
 }
@@ -167,12 +162,12 @@ func (c *Cleaner) switchOffMIGModes(ctx context.Context) {
 func (c *Cleaner) disableMIGModes(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, migModesTimeout)
 	defer cancel()
-	gpus := c.opts.Snapshot().Node.GPUs
+	gpus := c.Snapshot().Node.GPUs
 	errs := make([]error, len(gpus))
 	var wg sync.WaitGroup
 	for i, g := range gpus {
 		if g.MIG != nil {
-			wg.Go(func() { _, errs[i] = c.opts.Claims.DisableUnusedMIGMode(ctx, g.GPU) })
+			wg.Go(func() { _, errs[i] = c.Claims.DisableUnusedMIGMode(ctx, g.GPU) })
 		}
 	}
 	wg.Wait()
@@ -182,11 +177,11 @@ func (c *Cleaner) disableMIGModes(ctx context.Context) error {
 // removeFiles removes the driver's files from the node. left has the paths of files in the plugin
 // directory that the driver did not create. The directory stays if there are any.
 func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
-	errs := []error{c.opts.StopDaemons(ctx)}
-	for _, remove := range c.opts.RemoveFiles {
+	errs := []error{c.StopDaemons(ctx)}
+	for _, remove := range c.RemoveFiles {
 		errs = append(errs, remove())
 	}
-	left, err = removePluginDir(c.opts.PluginDir, c.opts.StateDir)
+	left, err = removePluginDir(c.PluginDir, c.StateDir)
 	return left, errors.Join(append(errs, err)...)
 }
 

@@ -65,12 +65,12 @@ func (n *fakeNode) cleanUp(t *testing.T) (pluginDir string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := NewCleaner(Options{
+	c := &Cleaner{
 		Client: fake.NewClientset(), Namespace: "gpu", DaemonSet: "plugin",
 		Node: "node", PluginDir: pluginDir, StateDir: filepath.Join(pluginDir, "state"),
 		Lock: lock, Claims: n, Use: n.Use, Snapshot: n.Snapshot, StopDaemons: n.StopAll, EventNow: n.EventNow,
 		RemoveFiles: []func() error{n.RemoveBase, n.Remove, n.Remove},
-	})
+	}
 	defer c.Release()
 	c.CleanUp(t.Context())
 	return pluginDir
