@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"runtime"
 	"syscall"
 	"time"
 
@@ -57,6 +58,10 @@ func commands() []command {
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
+
+// init keeps main on the first thread. Only that one has the parent-death signal, which an MPS
+// daemon must inherit from [daemon].
+func init() { runtime.LockOSThread() }
 
 func main() {
 	// The first signal cancels ctx, so that the process ends cleanly. A second signal ends it at once.

@@ -97,16 +97,12 @@ func Parse(text string) (View, error) {
 }
 
 // Exec makes the mounts that v describes in a new mount namespace, and replaces this process with
-// the first program in v.Programs. The program outlives the parent process. Exec returns only on
-// failure. Then the caller must end the process, because some of the mounts may exist.
+// the first program in v.Programs. Exec returns only on failure. Then the caller must end the
+// process, because some of the mounts may exist.
 func Exec(v View, args, env []string) error {
 	runtime.LockOSThread() // Only the locked thread enters the namespace and then becomes the program.
 	if err := enter(v); err != nil {
 		return fmt.Errorf("set up the mount namespace of the MPS daemon: %w", err)
-	}
-	// The locked thread becomes the program, and takes its parent-death signal along.
-	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, 0, 0, 0, 0); err != nil {
-		return fmt.Errorf("clear the parent-death signal: %w", err)
 	}
 	name := filepath.Base(v.Programs[0])
 	path := filepath.Join(programDir, name)

@@ -56,15 +56,12 @@ func newControl(o Options, spec mps.Daemon) (control, error) {
 		},
 		// Inherit no variables, because CUDA would read those of the supervisor's Pod.
 		env: append([]string{
-			mark(paths, spec.ID),
 			"CUDA_VISIBLE_DEVICES=" + strings.Join(spec.Devices, ","),
 			"CUDA_MPS_PIPE_DIRECTORY=" + namespace.Pipes,
 			"CUDA_MPS_LOG_DIRECTORY=" + namespace.Logs,
 		}, namespace.Environment()...),
 	}, nil
 }
-
-func mark(paths mps.Paths, id string) string { return marker + paths.Dir(id) }
 
 // daemonArgs returns the arguments that run the control daemon in the foreground. There it logs to
 // standard output.

@@ -3,19 +3,17 @@ package supervisor
 import (
 	"context"
 	"os"
-	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
-	"syscall"
 	"testing"
-
-	"golang.org/x/sys/unix"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 )
 
-func TestRestartedSupervisorAdoptsRunningDaemon(t *testing.T) {
+func TestRestartedSupervisorRestartsDaemon(t *testing.T) {
 	n := newNode(t)
 	n.behave(behaviour{Server: true})
 	n.superviseSeparately()
@@ -23,15 +21,17 @@ func TestRestartedSupervisorAdoptsRunningDaemon(t *testing.T) {
 	n.mustStart(d)
 	before := n.processes("a")
 	n.kill()
+	n.await("the control daemon has ended with its supervisor", func() bool { return len(n.daemons("a")) == 0 })
 	n.supervise()
+	n.await("the daemon is ready again", func() bool { return n.status("a").State == mps.Ready })
 	n.mustStart(d)
-	if after := n.processes("a"); len(after) != 2 || after[0] != before[0] || after[1] != before[1] {
-		t.Errorf("processes changed from %v to %v", before, after)
+	after := n.processes("a")
+	if len(after) != 2 || slices.ContainsFunc(after, func(pid int) bool { return slices.Contains(before, pid) }) {
+		t.Errorf("want another daemon and its server, got processes %v after %v", after, before)
 	}
-	// The new supervisor must notice when the daemon ends, although that process is not its child.
-	first := n.status("a").PID
-	n.killProcess(first)
-	n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != first })
+	if s := n.status("a"); s.Restarts > 0 {
+		t.Errorf("%+v", s)
+	}
 	n.mustStop("a")
 }
 
@@ -137,10 +137,6 @@ func TestRestoreFromDisk(t *testing.T) {
 			must(t, d0.make("a"), os.WriteFile(filepath.Join(d0.paths.Dir("a"), specFile), []byte("{"), 0o600))
 		}, false},
 		"directories without a specification": {func(t *testing.T, d0 directories) { t.Helper(); must(t, d0.make("a")) }, false},
-		"record of an unrelated process": {func(t *testing.T, d0 directories) {
-			t.Helper()
-			must(t, d0.make("a"), d0.writeSpec(boot, d), d0.write("a", runFile, runRecord{PID: os.Getpid(), StartTime: 1}))
-		}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -148,9 +144,8 @@ func TestRestoreFromDisk(t *testing.T) {
 			d0 := directories{paths: n.paths}
 			must(t, d0.prepare())
 			c.put(t, d0)
-			leftover := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram))
-			leftover.Env = []string{mark(n.paths, "a")}
-			must(t, leftover.Start())
+			leftover, started := n.leftover()
+			must(t, d0.write("a", runFile, runRecord{leftover.Process.Pid, started}))
 			ended := make(chan error, 1)
 			go func() { ended <- leftover.Wait() }()
 			n.supervise()
@@ -173,54 +168,32 @@ func TestRestoreFromDisk(t *testing.T) {
 	}
 }
 
-// superviseAfter starts a supervisor after one that recorded the process as the control daemon of
-// "a".
-func (n *node) superviseAfter(pid int) {
-	n.t.Helper()
-	d0 := directories{paths: n.paths}
-	boot, err := durable.BootID(procRoot)
-	must(n.t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
-	started, err := startTime(procRoot, pid)
-	must(n.t, err, d0.write("a", runFile, runRecord{PID: pid, StartTime: started}))
-	n.supervise()
-}
-
-// A child that has not become the control daemon yet dies with its supervisor, but maybe only after
-// the next supervisor has found it.
-func TestUnfinishedChildOfEarlierSupervisorIsNotAdopted(t *testing.T) {
-	n := newNode(t)
-	child := exec.Command("sleep", "60")
-	child.Args[0], child.Env = n.options.Program, []string{mark(n.paths, "a")}
-	must(t, child.Start())
-	ended := make(chan error, 1)
-	go func() { ended <- child.Wait() }()
-	n.superviseAfter(child.Process.Pid)
-	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
-	if now := n.status("a"); now.PID == child.Process.Pid || now.Restarts > 0 {
-		t.Errorf("status %+v after the child with PID %d", now, child.Process.Pid)
-	}
-	if err := <-ended; err == nil {
-		t.Error("the child was not ended")
-	}
-	n.mustStop("a")
-}
-
-// The supervisor must not signal an unrelated process, even if run.json names its PID and the
-// marker in its environment begins like that of the daemon.
-func TestUnrelatedProcessWithSamePIDSurvives(t *testing.T) {
-	n := newNode(t)
-	other := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram), "-f")
-	other.Env = []string{mark(n.paths, "a") + "x"} // as of a daemon whose directory name begins with "a"
-	other.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	must(t, other.Start())
-	defer func() { _ = other.Process.Kill(); _ = other.Wait() }()
-	n.superviseAfter(other.Process.Pid)
-	n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
-	if n.status("a").PID == other.Process.Pid {
-		t.Error("an unrelated process was adopted as the daemon")
-	}
-	n.mustStop("a")
-	if err := unix.Kill(other.Process.Pid, 0); err != nil {
-		t.Error("an unrelated process was killed:", err)
+// The supervisor must signal no unrelated process, neither one with the PID in run.json nor an MPS
+// program of another session.
+func TestUnrelatedProcessSurvives(t *testing.T) {
+	for name, record := range map[string]func(pid int, started string) runRecord{
+		"PID used again":  func(pid int, _ string) runRecord { return runRecord{pid, "1"} },
+		"another session": func(int, string) runRecord { return runRecord{os.Getpid(), "1"} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			other, started := n.leftover()
+			d0 := directories{paths: n.paths}
+			boot, err := durable.BootID(procRoot)
+			must(t, err, d0.prepare(), d0.make("a"), d0.writeSpec(boot, mps.Daemon{ID: "a", Devices: []string{"GPU-a"}}))
+			must(t, d0.write("a", runFile, record(other.Process.Pid, started)))
+			n.supervise()
+			n.await("the daemon is ready", func() bool { return n.status("a").State == mps.Ready })
+			begin := time.Now()
+			n.killProcess(n.status("a").PID)
+			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.Restarts > 0 })
+			n.mustStop("a")
+			if took := time.Since(begin); took > terminateWait+killWait {
+				t.Errorf("stopping waited for the unrelated process: %s", took)
+			}
+			if now, err := readStat(procRoot, other.Process.Pid); err != nil || now.state == "Z" {
+				t.Errorf("an unrelated process was killed: %+v, %v", now, err)
+			}
+		})
 	}
 }

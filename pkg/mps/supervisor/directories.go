@@ -33,14 +33,10 @@ type specRecord struct {
 }
 
 // runRecord is the content of a daemon's file run.json. PID and StartTime (in clock ticks since
-// boot) together identify the control daemon's process. Before that process starts, the file has
-// only Groups.
+// boot) together identify the control daemon's process. PID is also the session of its servers.
 type runRecord struct {
 	PID       int    `json:"pid"`
-	StartTime uint64 `json:"startTime"`
-	// Groups are the control groups of the supervisor that started the process, in the format of
-	// /proc/PID/cgroup.
-	Groups string `json:"groups,omitempty"`
+	StartTime string `json:"startTime"`
 }
 
 // directories creates, reads and removes the files of all daemons.
@@ -199,6 +195,14 @@ func (d directories) read(id, name string, into any) error {
 		return fmt.Errorf("read %s: %w", path, err)
 	}
 	return nil
+}
+
+// processesOf returns the set of processes of a daemon. proc is where they are listed. Without a
+// readable run.json the set is empty.
+func (d directories) processesOf(id, proc string) processSet {
+	set := processSet{proc: proc}
+	_ = d.read(id, runFile, &set.run)
+	return set
 }
 
 // daemonIDs returns the IDs of the daemons that have a directory, sorted.

@@ -27,19 +27,18 @@
 //
 // # Processes of a daemon
 //
-// Every process of a daemon has the name of the daemon's directory in its environment, and is in
-// the control groups of the supervisor that started it. Servers inherit both. Another container's
-// process with the same name in its environment is ignored: the supervisor neither signals it nor
-// waits for it. The supervisor opens a pidfd before it identifies a process, and signals through
-// that pidfd, so it never hits a reused PID.
+// A control daemon is the supervisor's child and the leader of a session. Its servers are in that
+// session, in which no other process can be. run.json names the control daemon by PID and start
+// time, so the next supervisor finds servers that are left. The supervisor opens a pidfd before it
+// identifies a process, and signals through that pidfd, so it never hits a reused PID.
 //
 // # End of the supervisor
 //
-// After a crash (kill -9), the next supervisor adopts daemons that still run, and clients notice
-// nothing. In a Pod, the container runtime ends the daemons together with the container, and the
-// next supervisor starts them again. In a control group outside the Pod the daemons would survive.
-// But the kubelet would not count them, and neither an eviction of the Pod nor an interrupted
-// uninstallation would end them.
+// The daemons end with their supervisor, also after a crash (kill -9): the container runtime ends
+// them with the container, and elsewhere the kernel ends each control daemon with its parent. The
+// next supervisor ends servers that are left, and starts the daemons again. In a control group
+// outside the Pod the daemons could survive. But the kubelet would not count them, and neither an
+// eviction of the Pod nor an interrupted uninstallation would end them.
 //
 // On SIGTERM the supervisor stops all daemons cleanly and keeps their descriptions. SIGTERM means
 // that the Pod is being deleted. With updateStrategy OnDelete, only an admin does that. Without the

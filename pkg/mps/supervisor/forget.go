@@ -36,16 +36,13 @@ func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
 }
 
 func forget(d directories, proc, id string) error {
-	var run runRecord
-	if err := d.read(id, runFile, &run); err == nil {
-		left, err := survivors(run, processSet{mark: mark(d.paths, id), groups: []string{run.Groups}, proc: proc})
-		if err != nil {
-			return fmt.Errorf("remove MPS daemon %s: %w", id, err)
-		}
-		if len(left) > 0 {
-			return fmt.Errorf("remove MPS daemon %s: its processes %v still run without a supervisor: "+
-				"enable the supervisor (chart value mps.enabled), or reboot the node", id, left)
-		}
+	left, err := d.processesOf(id, proc).processes()
+	if err != nil {
+		return fmt.Errorf("remove MPS daemon %s: %w", id, err)
+	}
+	if len(left) > 0 {
+		return fmt.Errorf("remove MPS daemon %s: its processes %v still run without a supervisor: "+
+			"enable the supervisor (chart value mps.enabled), or reboot the node", id, left)
 	}
 	return d.remove(id)
 }
@@ -67,21 +64,4 @@ func RemoveAll(paths mps.Paths) error {
 		return fmt.Errorf("remove the directories of all MPS daemons: %w", err)
 	}
 	return nil
-}
-
-// survivors returns the PIDs of a daemon's processes that outlived the supervisor. If the set named
-// by the parameter of has none, it looks for the PID and start time in run, because this process
-// may see other names of control groups.
-func survivors(run runRecord, of processSet) ([]int, error) {
-	pids, err := of.processes()
-	if err != nil || len(pids) > 0 || run.PID == 0 {
-		return pids, err
-	}
-	// A killed process that hangs in the NVIDIA driver has no executable file any more, and still
-	// holds the GPU. Only the state of a process says that it has ended.
-	fields, err := stat(of.proc, run.PID)
-	if err != nil || fields[statState] == "Z" || fields[statState] == "X" || fields[statStart] != fmt.Sprint(run.StartTime) {
-		return nil, nil //nolint:nilerr // a missing process is no survivor
-	}
-	return []int{run.PID}, nil
 }

@@ -81,32 +81,27 @@ func TestConcurrentForget(t *testing.T) {
 	}
 }
 
-// A daemon that hangs in the NVIDIA driver survives its supervisor's Pod. Forget must fail then,
-// and succeed once the daemon has ended.
-func TestForgetFailsWhileDaemonSurvives(t *testing.T) {
-	for name, hide := range map[string]func(*runRecord){
-		"recognized by control groups": func(r *runRecord) { r.PID = 0 },
-		"recognized by start time":     func(r *runRecord) { r.Groups = "0::/of/another/view" },
-	} {
-		t.Run(name, func(t *testing.T) {
-			n := newNode(t)
-			n.superviseSeparately()
-			n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
-			n.kill()
-			d := directories{paths: n.paths}
-			var run runRecord
-			must(t, d.read("a", runFile, &run))
-			pid := run.PID
-			hide(&run)
-			must(t, d.write("a", runFile, run))
-			if err := Forget(t.Context(), n.paths, procRoot, "a"); err == nil || !strings.Contains(err.Error(), itoa(pid)) ||
-				!strings.Contains(err.Error(), "mps.enabled") {
-				t.Error(err)
-			}
-			must(t, n.processesOf("a").end(normalWaits), Forget(t.Context(), n.paths, procRoot, "a"))
-			n.expectNothingLeft("a")
-		})
+// A server that hangs in the NVIDIA driver survives its supervisor's Pod. Forget must fail then,
+// and succeed once the server has ended.
+func TestForgetFailsWhileServerSurvives(t *testing.T) {
+	n := newNode(t)
+	n.behave(behaviour{Server: true})
+	n.superviseSeparately()
+	n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+	n.kill()
+	n.await("the control daemon has ended", func() bool { return len(n.daemons("a")) == 0 })
+	left := n.processes("a")
+	if len(left) != 1 {
+		t.Fatalf("want one server, got processes %v", left)
 	}
+	if err := Forget(t.Context(), n.paths, procRoot, "a"); err == nil || !strings.Contains(err.Error(), itoa(left[0])) ||
+		!strings.Contains(err.Error(), "mps.enabled") {
+		t.Error(err)
+	}
+	n.killProcess(left[0])
+	n.await("the server has ended", func() bool { return len(n.processes("a")) == 0 })
+	must(t, Forget(t.Context(), n.paths, procRoot, "a"))
+	n.expectNothingLeft("a")
 }
 
 // A killed process that hangs in the NVIDIA driver has given up its memory, and with it the link to
@@ -116,14 +111,12 @@ func TestProcessWithoutMemorySurvives(t *testing.T) {
 		t.Run(state, func(t *testing.T) {
 			proc := t.TempDir()
 			must(t, os.Mkdir(proc+"/42", 0o755))
-			fields := strings.Repeat(" 0", statStart-1)
+			fields := " 1 1 41" + strings.Repeat(" 0", 15)
 			must(t, os.WriteFile(proc+"/42/stat", []byte("42 (nvidia-cuda-mps) "+state+fields+" 1234 0\n"), 0o600))
-			left, err := survivors(runRecord{PID: 42, StartTime: 1234}, processSet{proc: proc})
-			if err != nil || (len(left) == 1) != survives {
-				t.Errorf("survivors are %v (%v), want one: %v", left, err, survives)
-			}
-			if left, err := survivors(runRecord{PID: 42, StartTime: 1}, processSet{proc: proc}); err != nil || len(left) > 0 {
-				t.Errorf("another process with the same PID survives: %v (%v)", left, err)
+			for run, want := range map[runRecord]bool{{42, "1234"}: survives, {41, "1"}: survives, {42, "1"}: false, {40, "1"}: false} {
+				if left, err := (processSet{run, proc}).processes(); err != nil || (len(left) == 1) != want {
+					t.Errorf("survivors of %v are %v (%v), want one: %v", run, left, err, want)
+				}
 			}
 		})
 	}

@@ -14,27 +14,23 @@ import (
 // have a name with parentheses, blanks and newlines.
 func FuzzProcessFiles(f *testing.F) {
 	fields := " S 1 1 1 0 -1 4194560" + strings.Repeat(" 0", 12) + " 12345" + strings.Repeat(" 0", 30)
-	for _, stat := range []string{"1 (x)" + fields, "1 (x) Z (y) S)" + fields, "1 (x" + fields, ")", "", "1 (x) S",
-		"1 (\n)" + strings.ReplaceAll(fields, "12345", "-1")} {
-		f.Add([]byte(stat), []byte("0::/a\n"), []byte("A=1\x00B"))
+	for _, text := range []string{"1 (x)" + fields, "1 (x) Z (y) S)" + fields, "1 (x" + fields, ")", "", "1 (x) S", ")(",
+		"1 (\n)" + strings.ReplaceAll(fields, "12345", "-1"), "1 (nvidia-cuda-mps)" + fields} {
+		f.Add([]byte(text))
 	}
 	proc := f.TempDir()
 	if err := os.Mkdir(filepath.Join(proc, "7"), 0o700); err != nil {
 		f.Fatal(err)
 	}
-	f.Fuzz(func(t *testing.T, stat, groups, environment []byte) {
-		for name, content := range map[string][]byte{"stat": stat, "cgroup": groups, "environ": environment} {
-			if err := os.WriteFile(procPath(proc, 7, name), content, 0o600); err != nil {
-				t.Fatal(err)
-			}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if err := os.WriteFile(filepath.Join(proc, "7", "stat"), text, 0o600); err != nil {
+			t.Fatal(err)
 		}
-		_, err := startTime(proc, 7)
-		if err == nil && len(strings.Fields(string(stat))) < 20 {
-			t.Errorf("%q is accepted without the field with the start time", stat)
+		if _, err := readStat(proc, 7); err == nil && len(strings.Fields(string(text))) < 20 {
+			t.Errorf("%q is accepted without the field with the start time", text)
 		}
-		k := processSet{proc: proc, mark: "GPU_DRA_MARK=x", groups: []string{"0::/ours\n"}}
-		if k.contains(7) && (string(groups) != "0::/ours\n" || !strings.Contains(string(environment), k.mark)) {
-			t.Errorf("a process with groups %q and environment %q counts as the daemon's", groups, environment)
+		if (processSet{runRecord{1, "12345"}, proc}).contains(7) && !strings.Contains(string(text), "(nvidia-cuda-mps)") {
+			t.Errorf("a process with stat %q counts as the daemon's", text)
 		}
 	})
 }

@@ -114,6 +114,19 @@ func needMounts(t *testing.T) {
 	}
 }
 
+// leftover starts an MPS program in a session of its own, as an earlier supervisor did. It returns
+// the program's start time too.
+func (n *node) leftover() (*exec.Cmd, string) {
+	n.t.Helper()
+	cmd := exec.Command(filepath.Join(n.options.DriverRootMount, "usr/sbin", serverProgram), "-f")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	must(n.t, cmd.Start())
+	n.t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	st, err := readStat(procRoot, cmd.Process.Pid)
+	must(n.t, err)
+	return cmd, st.startTime
+}
+
 func (n *node) behave(b behaviour) {
 	n.t.Helper()
 	data, err := json.Marshal(b)
@@ -238,21 +251,22 @@ func (n *node) status(id string) mps.Status {
 	return all[i]
 }
 
-// processes returns the PIDs of a daemon's processes, including its servers.
+// processes returns the PIDs of the processes in a daemon's mount namespaces: the control daemon,
+// its servers and the clients that send it commands. It does not trust run.json.
 func (n *node) processes(id string) []int {
 	n.t.Helper()
-	pids, err := n.processesOf(id).processes()
-	if err != nil {
-		n.t.Fatal(err)
+	files, err := filepath.Glob("/proc/[0-9]*/mountinfo")
+	must(n.t, err)
+	var pids []int
+	for _, file := range files {
+		mounts, _ := os.ReadFile(file) // The process may have ended.
+		if strings.Contains(string(mounts), strings.TrimPrefix(n.paths.Logs(id), os.TempDir())) {
+			pid, err := strconv.Atoi(filepath.Base(filepath.Dir(file)))
+			must(n.t, err)
+			pids = append(pids, pid)
+		}
 	}
 	return pids
-}
-
-func (n *node) processesOf(id string) processSet {
-	n.t.Helper()
-	groups, err := groupsOf(procRoot, os.Getpid())
-	must(n.t, err)
-	return processSet{mark: mark(n.paths, id), groups: []string{groups}, proc: procRoot}
 }
 
 // daemons returns the PIDs of the control daemons with this ID, without the short-lived clients
@@ -294,7 +308,8 @@ func (n *node) cleanUp() {
 	}
 	ids, _ := directories{paths: n.paths}.daemonIDs()
 	for _, id := range ids {
-		if err := errors.Join(n.processesOf(id).end(normalWaits), unmountAll(n.paths.Pipes(id)), unmountAll(n.paths.Shm(id))); err != nil {
+		set := directories{paths: n.paths}.processesOf(id, procRoot)
+		if err := errors.Join(set.end(normalWaits), unmountAll(n.paths.Pipes(id)), unmountAll(n.paths.Shm(id))); err != nil {
 			n.t.Error(err)
 		}
 	}

@@ -8,7 +8,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -20,12 +19,10 @@ import (
 )
 
 const (
-	// marker is the environment variable, with "=", that identifies a daemon's processes. The value is
-	// the daemon's directory.
-	marker = "GPU_DRA_MPS_DIRECTORY="
-
 	controlProgram = "nvidia-cuda-mps-control"
 	serverProgram  = "nvidia-cuda-mps-server"
+	// processName is the kernel's name of both programs: it keeps 15 characters.
+	processName = "nvidia-cuda-mps"
 
 	// terminateWait is how long a process may take to end after SIGTERM, and killWait how long after
 	// SIGKILL.
@@ -33,10 +30,9 @@ const (
 	killWait      = 5 * time.Second
 )
 
-// process is a control daemon. The supervisor either started it as a child process, or adopted it
-// from an earlier supervisor.
+// process is a control daemon, a child process of the supervisor.
 type process struct {
-	pid  int
+	runRecord
 	done chan struct{} // closed when the process has ended
 	how  string        // how the process ended, valid after done is closed
 }
@@ -47,9 +43,8 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	cmd := exec.Command(program, append([]string{"daemon", view.String()}, args...)...)
 	cmd.Env, cmd.Dir = env, "/"
 	cmd.Stdout, cmd.Stderr = output, output
-	// The daemon gets its own session, so that signals of a terminal or a shell do not reach it. Until
-	// the child has executed program, it lacks env, by which the next supervisor would find it. So it
-	// dies with this supervisor until [namespace.Exec] lifts that.
+	// The daemon gets a session of its own, in which the supervisor finds its servers. It dies with
+	// this supervisor, because only a parent can watch it and the next supervisor starts another.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
 	p := &process{done: make(chan struct{})}
 	started := make(chan error, 1)
@@ -60,7 +55,8 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 		defer close(p.done)
 		err := cmd.Start()
 		if err == nil {
-			p.pid = cmd.Process.Pid
+			st, _ := readStat(procRoot, cmd.Process.Pid) // A child keeps its entry until Wait.
+			p.runRecord = runRecord{PID: cmd.Process.Pid, StartTime: st.startTime}
 		}
 		if started <- err; err != nil {
 			return
@@ -76,40 +72,10 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	return p, nil
 }
 
-// adopt returns the control daemon that an earlier supervisor started and wrote to run.json as
-// record. It returns nil if that process has ended, is not in the set named by the parameter of, or
-// is still program: spawn makes that die with its supervisor.
-func adopt(record runRecord, of processSet, program string) *process {
-	fd, err := unix.PidfdOpen(record.PID, 0)
-	if err != nil {
-		return nil
-	}
-	started, err := startTime(procRoot, record.PID)
-	line, _ := os.ReadFile(filepath.Join(procRoot, strconv.Itoa(record.PID), "cmdline"))
-	isProgram := bytes.HasPrefix(line, []byte(program+"\x00"))
-	if err != nil || started != record.StartTime || !of.contains(record.PID) || isProgram {
-		_ = unix.Close(fd)
-		return nil
-	}
-	p := &process{pid: record.PID, done: make(chan struct{})}
-	go func() {
-		defer close(p.done)
-		defer func() { _ = unix.Close(fd) }()
-		p.how = "unknown status, started by an earlier supervisor"
-		awaitExit(fd, -1)
-	}()
-	return p
-}
-
-// awaitExit returns when the process with pidfd fd has ended, or after limit. A negative limit
-// means forever.
-func awaitExit(fd int, limit time.Duration) {
-	deadline := time.Now().Add(limit)
+// awaitExit returns when the process with pidfd fd has ended, or at the deadline.
+func awaitExit(fd int, deadline time.Time) {
 	for {
-		milliseconds := -1
-		if limit >= 0 {
-			milliseconds = int(max(0, time.Until(deadline).Milliseconds()))
-		}
+		milliseconds := int(max(0, time.Until(deadline).Milliseconds()))
 		//nolint:gosec // a descriptor is a small number
 		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds)
 		if !errors.Is(err, unix.EINTR) {
@@ -118,14 +84,10 @@ func awaitExit(fd int, limit time.Duration) {
 	}
 }
 
-// processSet selects the processes of one daemon: those that have mark in their environment and are
-// in one of groups. The mark alone is not enough because any process can set it, while only the
-// container runtime sets control groups.
+// processSet selects the processes of one daemon: the control daemon in run, and the MPS programs
+// in its session. Only descendants of the control daemon can be in that session.
 type processSet struct {
-	mark string
-	// groups are this supervisor's control groups, and those of the supervisor that started the
-	// daemon.
-	groups []string
+	run runRecord
 	// proc is where the processes are listed: /proc, or another procfs mount of the node if the set's
 	// processes are only read. To signal them it must be /proc, because signals take this process's
 	// own PIDs.
@@ -167,7 +129,7 @@ func (p processSet) end(w waits) error {
 				break
 			}
 			for _, pid := range pids {
-				p.signal(pid, step.signal, time.Until(deadline))
+				p.signal(pid, step.signal, deadline)
 			}
 		}
 	}
@@ -178,8 +140,8 @@ func (p processSet) end(w waits) error {
 	return &stuckError{pids}
 }
 
-// signal sends one signal to a process. It returns when the process has ended, or after limit.
-func (p processSet) signal(pid int, signal unix.Signal, limit time.Duration) {
+// signal sends one signal to a process. It returns when the process has ended, or at the deadline.
+func (p processSet) signal(pid int, signal unix.Signal, deadline time.Time) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		return // The process has ended.
@@ -189,7 +151,7 @@ func (p processSet) signal(pid int, signal unix.Signal, limit time.Duration) {
 		return // The PID belongs to another process now.
 	}
 	if unix.PidfdSendSignal(fd, signal, nil, 0) == nil {
-		awaitExit(fd, max(0, limit))
+		awaitExit(fd, deadline)
 	}
 }
 
@@ -208,84 +170,33 @@ func (p processSet) processes() ([]int, error) {
 	return pids, nil
 }
 
-// contains reports whether the process belongs to the daemon. It compares the control group first
-// and reads the environment only if the group matches, because an unrelated process could block
-// that read for as long as it likes.
+// contains reports whether the process runs and belongs to the daemon. A process that has given up
+// its memory still counts: if it hangs in the NVIDIA driver, it holds the GPU.
 func (p processSet) contains(pid int) bool {
-	group, err := groupsOf(p.proc, pid)
-	return err == nil && slices.Contains(p.groups, group) && carriesMark(p.proc, pid, p.mark)
-}
-
-// groupsOf returns the content of /proc/PID/cgroup: the process's control group in each hierarchy.
-// Child processes inherit these control groups.
-func groupsOf(proc string, pid int) (string, error) {
-	data, err := os.ReadFile(procPath(proc, pid, "cgroup"))
-	if err != nil {
-		return "", fmt.Errorf("read the control groups of process %d: %w", pid, err)
+	st, err := readStat(p.proc, pid)
+	if err != nil || st.state == "Z" || st.state == "X" {
+		return false
 	}
-	return string(data), nil
-}
-
-// execGrace is how long carriesMark waits for the complete environment of a process that is in
-// execve.
-const execGrace = time.Second
-
-// carriesMark reports whether a process has mark in its environment. During execve, a process has
-// no environment yet, or only part of it can be read. So carriesMark reads again until the mark
-// appears or the environment is complete.
-func carriesMark(proc string, pid int, mark string) bool {
-	for deadline := time.Now().Add(execGrace); ; {
-		environment, err := os.ReadFile(procPath(proc, pid, "environ"))
-		if err != nil {
-			return false
-		}
-		if slices.Contains(strings.Split(string(environment), "\x00"), mark) {
-			return true
-		}
-		complete := bytes.HasSuffix(environment, []byte{0})
-		if complete || !runsProgram(proc, pid) || time.Now().After(deadline) {
-			return false
-		}
-		<-time.After(time.Millisecond)
+	if pid == p.run.PID {
+		return st.startTime == p.run.StartTime
 	}
+	return p.run.PID != 0 && st.session == strconv.Itoa(p.run.PID) && st.name == processName
 }
 
-// runsProgram returns false for a kernel thread and for a process that has ended: they have no
-// executable file.
-func runsProgram(proc string, pid int) bool {
-	_, err := os.Readlink(procPath(proc, pid, "exe"))
-	return err == nil
-}
+// stat is a part of /proc/PID/stat. startTime is in clock ticks since boot.
+type stat struct{ name, state, session, startTime string }
 
-// Positions in the result of stat. In proc_pid_stat(5) they are fields 3 and 22.
-const (
-	statState = 0
-	statStart = 19
-)
-
-// stat returns the fields of a process's stat file after the program's name.
-func stat(proc string, pid int) ([]string, error) {
-	data, err := os.ReadFile(procPath(proc, pid, "stat"))
+func readStat(proc string, pid int) (stat, error) {
+	data, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "stat"))
 	if err != nil {
-		return nil, err
+		return stat{}, err
 	}
 	// The second field is the program's name in parentheses. It may contain spaces and parentheses.
-	fields := strings.Fields(string(data[bytes.LastIndexByte(data, ')')+1:]))
-	if len(fields) <= statStart {
-		return nil, fmt.Errorf("the stat of process %d has %d fields", pid, len(fields))
+	begin, end := bytes.IndexByte(data, '('), bytes.LastIndexByte(data, ')')
+	fields := strings.Fields(string(data[end+1:]))
+	if begin < 0 || end < begin || len(fields) < 20 {
+		return stat{}, fmt.Errorf("the stat of process %d has an unknown format: %.100q", pid, data)
 	}
-	return fields, nil
-}
-
-// startTime returns when a process was started, in clock ticks since boot.
-func startTime(proc string, pid int) (uint64, error) {
-	fields, err := stat(proc, pid)
-	if err != nil {
-		return 0, err
-	}
-	return strconv.ParseUint(fields[statStart], 10, 64)
-}
-
-func procPath(proc string, pid int, file string) string {
-	return filepath.Join(proc, strconv.Itoa(pid), file)
+	// In proc_pid_stat(5), fields[0] is field 3.
+	return stat{name: string(data[begin+1 : end]), state: fields[0], session: fields[3], startTime: fields[19]}, nil
 }

@@ -63,13 +63,13 @@ func TestClientsCannotFillTheNode(t *testing.T) {
 	pid := n.status("a").PID
 	n.killProcess(pid)
 	n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != pid })
-	// The mounted file system outlives the supervisor, as the daemon does. The next supervisor must
-	// not mount a second one over it.
+	// The mounted file system outlives the supervisor, because containers use it. The next supervisor
+	// must not mount a second one over it.
 	before, err := os.Stat(n.paths.Shm("a"))
 	must(t, err)
 	n.kill()
 	n.superviseSeparately()
-	n.await("the daemon is adopted", func() bool { return n.status("a").State == mps.Ready })
+	n.await("the daemon is ready again", func() bool { return n.status("a").State == mps.Ready })
 	if after, err := os.Stat(n.paths.Shm("a")); err != nil || !os.SameFile(before, after) {
 		t.Errorf("the next supervisor mounted another file system: %v", err)
 	}

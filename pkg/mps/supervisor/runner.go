@@ -4,12 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -114,7 +112,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 	logger.Info("MPS daemon has ended", "reason", context.Cause(ctx))
 }
 
-// serveOnce starts the daemon, or adopts a running one, and always returns an error. It does so if
+// serveOnce starts the daemon and always returns an error. It does so if
 // the daemon does not become ready, and when the daemon has ended. If ctx ends first, serveOnce
 // sends the command quit.
 func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
@@ -135,7 +133,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 	if err != nil {
 		return fmt.Errorf("open the log of the control daemon: %w", err)
 	}
-	p, err := s.takeOverOrStart(ctx, r, c, output)
+	p, err := s.startProcess(r, c, output)
 	if err != nil {
 		return err
 	}
@@ -145,8 +143,8 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 		}
 		return err // run ends the daemon's processes.
 	}
-	klog.FromContext(ctx).Info("MPS daemon is ready", "pid", p.pid, "devices", r.spec.Devices)
-	r.setState(mps.Ready, func(now *progress) { now.PID, now.Error = p.pid, "" })
+	klog.FromContext(ctx).Info("MPS daemon is ready", "pid", p.PID, "devices", r.spec.Devices)
+	r.setState(mps.Ready, func(now *progress) { now.PID, now.Error = p.PID, "" })
 	select {
 	case <-p.done:
 		return withLastLines(errEnded, p, output, written, false)
@@ -156,43 +154,23 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 	}
 }
 
-// takeOverOrStart adopts the daemon's running control daemon if there is one. Otherwise it ends all
-// processes that are left of the daemon, and starts a new control daemon.
-func (s *Supervisor) takeOverOrStart(ctx context.Context, r *runner, c control, output *os.File) (*process, error) {
+// startProcess ends all processes that are left of the daemon, such as servers whose control daemon
+// died. Then it starts a new control daemon.
+func (s *Supervisor) startProcess(r *runner, c control, output *os.File) (*process, error) {
 	id := r.spec.ID
-	var run runRecord
-	if err := s.directories.read(id, runFile, &run); err == nil {
-		if p := adopt(run, s.processesOf(id), c.program); p != nil {
-			klog.FromContext(ctx).Info("Adopted an MPS daemon that an earlier supervisor started", "pid", p.pid)
-			return p, nil
-		}
-	}
-	// End servers whose control daemon died. Also end a control daemon that run.json does not name,
-	// because an earlier supervisor crashed before it wrote that file.
 	if err := s.processesOf(id).end(r.waits); err != nil {
 		return nil, err
 	}
 	if err := s.directories.removeClientFiles(id); err != nil {
 		return nil, err
 	}
-	// Write the control groups first. Then a supervisor in another container finds the process, even
-	// if this supervisor crashes before it writes the PID.
-	if err := s.directories.write(id, runFile, runRecord{Groups: s.groups}); err != nil {
-		return nil, err
-	}
 	p, err := spawn(c.program, c.view, daemonArgs(r.spec), c.env, output)
 	if err != nil {
 		return nil, err
 	}
-	started, err := startTime(procRoot, p.pid)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) {
-		return p, nil // it has ended, and the caller reports how
-	}
-	if err == nil {
-		err = s.directories.write(id, runFile, runRecord{PID: p.pid, StartTime: started, Groups: s.groups})
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("record the process of the control daemon: %w", err), s.processesOf(id).end(normalWaits))
+	if err := s.directories.write(id, runFile, p.runRecord); err != nil {
+		started := processSet{run: p.runRecord, proc: procRoot}
+		return nil, errors.Join(fmt.Errorf("record the process of the control daemon: %w", err), started.end(normalWaits))
 	}
 	return p, nil
 }

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strconv"
 	"sync"
 	"time"
 
@@ -27,7 +28,6 @@ type Supervisor struct {
 	options     Options
 	directories directories
 	bootID      string
-	groups      string // control groups of the supervisor
 	queues      requestQueues
 	// ctx ends when the supervisor stops. All runners end with it.
 	ctx context.Context
@@ -45,12 +45,8 @@ func Run(ctx context.Context, options Options) error {
 	if err != nil {
 		return err
 	}
-	groups, err := groupsOf(procRoot, os.Getpid())
-	if err != nil {
-		return err
-	}
 	s := &Supervisor{
-		options: options, bootID: boot, groups: groups,
+		options: options, bootID: boot,
 		directories: directories{paths: options.Paths, label: options.SELinuxLabel, sharedMemory: options.sharedMemory()},
 		runners:     map[string]*runner{},
 	}
@@ -264,7 +260,7 @@ func (s *Supervisor) checkDirectories(r *runner) error {
 	for outside, inside := range map[string]string{
 		s.options.Paths.Pipes(r.spec.ID): namespace.Pipes, s.options.Paths.Shm(r.spec.ID): namespace.SharedMemory,
 	} {
-		have, err := os.Stat(procPath(procRoot, pid, filepath.Join("root", inside)))
+		have, err := os.Stat(filepath.Join(procRoot, strconv.Itoa(pid), "root", inside))
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil // The daemon has just ended. The next one mounts the current directories.
 		}
@@ -313,12 +309,7 @@ func (s *Supervisor) stopRunner(r *runner) error {
 
 // processesOf returns the set of processes of a daemon.
 func (s *Supervisor) processesOf(id string) processSet {
-	k := processSet{mark: mark(s.options.Paths, id), groups: []string{s.groups}, proc: procRoot}
-	var run runRecord
-	if err := s.directories.read(id, runFile, &run); err == nil && run.Groups != "" {
-		k.groups = append(k.groups, run.Groups)
-	}
-	return k
+	return s.directories.processesOf(id, procRoot)
 }
 
 // cleanUp ends the processes and removes the files of a daemon that has no runner.

@@ -26,13 +26,15 @@ func TestVendorControlDaemon(t *testing.T) {
 			n.mustStart(d)
 			before := n.processes("a")
 			n.kill()
+			n.await("the daemon has ended with its supervisor", func() bool { return len(n.processes("a")) == 0 })
 			n.supervise()
 			n.mustStart(d)
-			if after := n.processes("a"); len(after) != 1 || after[0] != before[0] {
-				t.Errorf("the daemon was not adopted: %v, %v", before, after)
+			after := n.processes("a")
+			if len(after) != 1 || after[0] == before[0] {
+				t.Errorf("want another daemon, got processes %v after %v", after, before)
 			}
-			n.killProcess(before[0])
-			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != before[0] })
+			n.killProcess(after[0])
+			n.await("the daemon is ready again", func() bool { s := n.status("a"); return s.State == mps.Ready && s.PID != after[0] })
 			d.MemoryLimits[1] = 2048
 			n.mustStart(d)
 			n.mustStop("a")
