@@ -10,8 +10,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 )
 
-// lockFile is the file that a running supervisor has locked, so that a second supervisor waits for
-// its end. The name cannot be a daemon's ID, because an ID has no "_".
+// lockFile has the lock that a running supervisor holds, so that a second one waits for its end,
+// and one for each daemon that a request works on. The name is no daemon's ID: an ID has no "_".
 const lockFile = "supervisor_lock"
 
 // acquireSupervisorLock waits until no other supervisor has locked the directory root, and locks
@@ -37,9 +37,20 @@ func acquireSupervisorLock(ctx context.Context, root string, prepare func() erro
 }
 
 func acquireLock(ctx context.Context, root string) (*lock.Guard, error) {
-	locks, err := lock.NewSet(filepath.Join(root, lockFile))
+	locks, err := openLocks(root)
 	if err != nil {
 		return nil, err
 	}
-	return locks.Acquire(ctx, "supervisor")
+	return locks.Acquire(ctx, lockFile)
+}
+
+func openLocks(root string) (*lock.Set, error) { return lock.NewSet(filepath.Join(root, lockFile)) }
+
+// lockDaemon lets only one request at a time start, change or stop a daemon.
+func (s *Supervisor) lockDaemon(ctx context.Context, id string) (*lock.Guard, error) {
+	held, err := s.locks.Acquire(ctx, id)
+	if err != nil {
+		return nil, fmt.Errorf("wait until no other request starts or stops MPS daemon %s: %w", id, err)
+	}
+	return held, nil
 }

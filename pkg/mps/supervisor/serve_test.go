@@ -13,10 +13,15 @@ import (
 
 // stoppedSupervisor returns a supervisor whose context has ended. It still answers requests but
 // starts no daemon.
-func stoppedSupervisor() *Supervisor {
+func stoppedSupervisor(tb testing.TB) *Supervisor {
+	tb.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	return &Supervisor{ctx: ctx, runners: map[string]*runner{}}
+	locks, err := openLocks(tb.TempDir())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return &Supervisor{ctx: ctx, locks: locks, runners: map[string]*runner{}}
 }
 
 func request(s *Supervisor, method, path, body string) *httptest.ResponseRecorder {
@@ -50,7 +55,7 @@ func TestInvalidRequestsAreRejected(t *testing.T) {
 		"list":                  {http.MethodGet, "/v1/daemons", "", 200, "[]"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := request(stoppedSupervisor(), c.method, c.path, c.body)
+			w := request(stoppedSupervisor(t), c.method, c.path, c.body)
 			if w.Code != c.code || !strings.Contains(w.Body.String(), c.want) {
 				t.Errorf("%d %s", w.Code, w.Body)
 			}
@@ -62,8 +67,9 @@ func FuzzPut(f *testing.F) {
 	f.Add("a", `{"id":"a","devices":["GPU-0"],"memoryLimits":{"0":1}}`)
 	f.Add("..", `{"id":"..","memoryLimits":{"-1":0}}`)
 	f.Add("a", `{"id":"a","devices":null,"threadPercentage":1e9}`)
+	s := stoppedSupervisor(f)
 	f.Fuzz(func(t *testing.T, id, body string) {
-		if w := request(stoppedSupervisor(), http.MethodPut, mps.Resource+"/"+url.PathEscape(id), body); w.Code == http.StatusOK {
+		if w := request(s, http.MethodPut, mps.Resource+"/"+url.PathEscape(id), body); w.Code == http.StatusOK {
 			t.Errorf("%s: %s", body, w.Body)
 		}
 	})

@@ -18,6 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
@@ -28,7 +29,7 @@ type Supervisor struct {
 	options     Options
 	directories directories
 	bootID      string
-	queues      requestQueues
+	locks       *lock.Set // of lockDaemon
 	// ctx ends when the supervisor stops. All runners end with it.
 	ctx context.Context
 
@@ -55,6 +56,9 @@ func Run(ctx context.Context, options Options) error {
 		return err
 	}
 	defer held.Release()
+	if s.locks, err = openLocks(s.options.Paths.Root()); err != nil {
+		return err
+	}
 	running, stopRunners := context.WithCancelCause(context.WithoutCancel(ctx))
 	s.ctx = running
 	defer s.waitAll()
@@ -120,12 +124,12 @@ func (s *Supervisor) restore() error {
 		logger := klog.FromContext(s.ctx).WithValues("daemon", id)
 		logger.Info("Removing an MPS daemon: its specification is missing, invalid or from an earlier boot", "reason", err)
 		// A request for the same daemon waits until the removal is done. Requests for others do not wait.
-		release, err := s.queues.acquire(s.ctx, id)
+		held, err := s.lockDaemon(s.ctx, id)
 		if err != nil {
 			return err
 		}
 		go func() {
-			defer release()
+			defer held.Release()
 			if err := s.cleanUp(id); err != nil {
 				logger.Error(err, "Failed to remove what is left of an MPS daemon")
 			}
@@ -135,7 +139,7 @@ func (s *Supervisor) restore() error {
 }
 
 // startRunner creates the runner of a daemon and starts it. It also returns the runner's progress
-// before the start. The caller must hold the daemon in s.queues, unless the supervisor does not yet
+// before the start. The caller must have locked the daemon, unless the supervisor does not yet
 // serve requests.
 func (s *Supervisor) startRunner(spec mps.Daemon) (*runner, progress) {
 	ctx, end := context.WithCancelCause(s.ctx)
@@ -157,11 +161,11 @@ func (s *Supervisor) find(id string) *runner {
 // Start returns nil when the daemon runs as the valid spec describes. [mps.Client.Start] says what
 // it does with an existing daemon and after an error.
 func (s *Supervisor) Start(ctx context.Context, spec mps.Daemon) error {
-	release, err := s.queues.acquire(ctx, spec.ID)
+	held, err := s.lockDaemon(ctx, spec.ID)
 	if err != nil {
 		return err
 	}
-	defer release()
+	defer held.Release()
 	r := s.find(spec.ID)
 	if r != nil && (r.isFinished() || !reflect.DeepEqual(r.spec, spec)) {
 		if s.ctx.Err() != nil {
@@ -277,11 +281,11 @@ func (s *Supervisor) checkDirectories(r *runner) error {
 
 // Stop returns nil when no process and no directory of the daemon is left, also if there was none.
 func (s *Supervisor) Stop(ctx context.Context, id string) error {
-	release, err := s.queues.acquire(ctx, id)
+	held, err := s.lockDaemon(ctx, id)
 	if err != nil {
 		return err
 	}
-	defer release()
+	defer held.Release()
 	if r := s.find(id); r != nil {
 		if err := s.stopRunner(r); err != nil {
 			return err
