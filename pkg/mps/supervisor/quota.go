@@ -38,18 +38,13 @@ type quota struct {
 func mebibytes(n uint64) string { return fmt.Sprintf("%dm", n) }
 
 // mount mounts a tmpfs of this size on the existing directory path. It does nothing if a file
-// system is already mounted there, or if the directory is not empty: the mount would hide the
-// files.
+// system is already mounted there.
 func (q quota) mount(path string) error {
 	if q.size == "" {
 		return nil
 	}
 	is, err := mounted(path)
 	if err != nil || is {
-		return err
-	}
-	entries, err := os.ReadDir(path)
-	if err != nil || len(entries) > 0 {
 		return err
 	}
 	data := fmt.Sprintf("size=%s,nr_inodes=%d,mode=1777", q.size, q.files)

@@ -7,11 +7,8 @@ import (
 	"io/fs"
 	"maps"
 	"net/http"
-	"os"
-	"path/filepath"
 	"reflect"
 	"slices"
-	"strconv"
 	"sync"
 	"time"
 
@@ -20,7 +17,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
@@ -232,12 +228,8 @@ func (r *runner) isFinished() bool {
 }
 
 // verify returns an error if a ready daemon does not answer, has lost a directory that its clients
-// mount, or does not take a default value that its spec asks for. It creates missing directories
-// and sets missing defaults.
+// mount, or does not take a default value that its spec asks for. It sets missing defaults.
 func (s *Supervisor) verify(ctx context.Context, r *runner) error {
-	if err := s.directories.make(r.spec.ID); err != nil {
-		return err
-	}
 	if err := s.checkDirectories(r); err != nil {
 		return err
 	}
@@ -256,24 +248,17 @@ func (s *Supervisor) verify(ctx context.Context, r *runner) error {
 	return c.apply(ctx, r.spec)
 }
 
-// checkDirectories returns an error if the daemon has mounted other directories than a new
-// container would mount. That is so if another program removed a directory and the supervisor
-// created it again.
+// checkDirectories returns an error if another program has removed a directory that the daemon
+// shares with its clients. A new directory would not be the daemon's until the daemon restarts.
 func (s *Supervisor) checkDirectories(r *runner) error {
-	pid := r.progress().PID
-	for outside, inside := range map[string]string{
-		s.options.Paths.Pipes(r.spec.ID): namespace.Pipes, s.options.Paths.Shm(r.spec.ID): namespace.SharedMemory,
-	} {
-		have, err := os.Stat(filepath.Join(procRoot, strconv.Itoa(pid), "root", inside))
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil // The daemon has just ended. The next one mounts the current directories.
-		}
-		if err != nil {
+	for _, dir := range []string{s.options.Paths.Pipes(r.spec.ID), s.options.Paths.Shm(r.spec.ID)} {
+		is, err := mounted(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("check the directories of the MPS daemon: %w", err)
 		}
-		if want, err := os.Stat(outside); err != nil || !os.SameFile(have, want) {
+		if !is {
 			return fmt.Errorf("%s was removed under the MPS daemon, so no new container can become its client "+
-				"(to restart it, which ends its clients, kill process %d)", outside, pid)
+				"(to restart it, which ends its clients, kill process %d)", dir, r.progress().PID)
 		}
 	}
 	return nil
