@@ -8,7 +8,7 @@ type healthMetrics struct {
 	gpus           *current
 	findings       *current
 	events         *prometheus.CounterVec
-	receivesEvents prometheus.Gauge
+	receivesEvents *prometheus.GaugeVec
 	tainted        *current
 	released       prometheus.Gauge
 }
@@ -20,10 +20,10 @@ func newHealthMetrics(auto factory) *healthMetrics {
 			"The code names the reason and is empty while healthy.", "device", "state", "code"),
 		findings: auto.current("health_findings", "1 for each finding about a GPU or a part of it that has not ended, by the state "+
 			"that it causes. "+
-			"Findings that do not make a device unhealthy are included.", "device", "code", "state"),
+			"Findings that do not make a device unhealthy are included.", "device", "state", "code"),
 		events: auto.counters("health_events_total", "Events of GPUs about health, by GPU and kind: xid-79, double-bit-ecc, …", "gpu", "code"),
-		receivesEvents: prometheus.NewGauge(prometheus.GaugeOpts{Name: "health_events_heard",
-			Help: "1 while the plugin receives the hardware's events, else 0. Without events only polling finds health problems."}),
+		receivesEvents: auto.gauges("health_events_heard",
+			"1 while the plugin receives the hardware's events, else 0. Without events only polling finds health problems."),
 		tainted: auto.current("tainted_devices", "Devices with a taint of this driver, by the taint's key without its domain and by "+
 			"its effect.", "key", "effect"),
 		released: auto.gauge("driver_released", "1 while the plugin has released the hardware for a driver upgrade, else 0."),
@@ -36,20 +36,16 @@ type DeviceHealth struct{ Device, State, Code string }
 
 // Health sets the current health of every device. A device that is missing in the parameter all
 // loses its time series.
-func (m *Metrics) Health(all []DeviceHealth) {
-	m.health.gpus.replace(func(set func(n int, labels ...string)) {
-		for _, d := range all {
-			set(1, d.Device, d.State, d.Code)
-		}
-	})
-}
+func (m *Metrics) Health(all []DeviceHealth) { m.health.gpus.replaceHealth(all) }
 
 // HealthFindings sets the current findings (single problems) of every device. A finding that is
 // missing in the parameter all loses its time series.
-func (m *Metrics) HealthFindings(all []DeviceHealth) {
-	m.health.findings.replace(func(set func(n int, labels ...string)) {
-		for _, f := range all {
-			set(1, f.Device, f.Code, f.State)
+func (m *Metrics) HealthFindings(all []DeviceHealth) { m.health.findings.replaceHealth(all) }
+
+func (c *current) replaceHealth(all []DeviceHealth) {
+	c.replace(func(set func(n int, labels ...string)) {
+		for _, d := range all {
+			set(1, d.Device, d.State, d.Code)
 		}
 	})
 }
@@ -65,8 +61,7 @@ func (m *Metrics) Released(is bool) { m.health.released.Set(number(is)) }
 // ReceivesEvents sets whether the plugin receives the hardware's events. The metric appears only
 // after the first call, so it is missing on a node that does not watch events.
 func (m *Metrics) ReceivesEvents(is bool) {
-	_ = m.prefixed.Register(m.health.receivesEvents) // a second registration changes nothing
-	m.health.receivesEvents.Set(number(is))
+	m.health.receivesEvents.WithLabelValues().Set(number(is))
 }
 
 // Taint is one kind of taint on devices. Key is the taint's key without the driver's domain.

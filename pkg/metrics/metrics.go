@@ -34,7 +34,7 @@ type Metrics struct {
 	publishErrors        prometheus.Counter
 	repairs              *prometheus.CounterVec
 	devices              *prometheus.GaugeVec
-	ready                prometheus.Gauge
+	ready                *prometheus.GaugeVec
 	publisher            prometheus.Gauge
 	devicePlugin         prometheus.Gauge
 	slowScheduler        prometheus.Gauge
@@ -62,10 +62,9 @@ func New(version string) *Metrics {
 		publishErrors: auto.counter("publish_errors_total", "Failed attempts to publish ResourceSlices. Each is retried."),
 		repairs:       auto.counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
 		devices:       auto.gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
-		ready: prometheus.NewGauge(prometheus.GaugeOpts{Name: "inventory_ready",
-			Help: "1 while the node prepares claims, else 0. Absent on a node without a GPU."}),
-		publisher:    auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
-		devicePlugin: auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		ready:         auto.gauges("inventory_ready", "1 while the node prepares claims, else 0. Absent on a node without a GPU."),
+		publisher:     auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		devicePlugin:  auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
 		slowScheduler: auto.gauge("slow_scheduler",
 			"1 on a node that publishes counters to a cluster before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
 		referenceClaims: auto.gauge("predecessor_claims",
@@ -127,11 +126,12 @@ func (m *Metrics) Request(op Operation) (done func(cause string) time.Duration) 
 // function count, so that kubelet calls need not count hundreds of claims. If count fails, the
 // scrape lacks these metrics.
 func (m *Metrics) CountPrepared(count func() (claims, gpus int, err error)) {
-	m.prefixed.MustRegister(preparedCollector{count})
-}
-
-type preparedCollector struct {
-	count func() (claims, gpus int, err error)
+	m.prefixed.MustRegister(collector{[]*prometheus.Desc{preparedClaims, heldGPUs}, func(send sendFunc) {
+		if claims, gpus, err := count(); err == nil {
+			send(preparedClaims, float64(claims))
+			send(heldGPUs, float64(gpus))
+		}
+	}})
 }
 
 var (
@@ -139,23 +139,11 @@ var (
 	heldGPUs       = prometheus.NewDesc("held_gpus", "GPUs of this node that claims hold exclusively.", nil, nil)
 )
 
-func (preparedCollector) Describe(to chan<- *prometheus.Desc) { to <- preparedClaims; to <- heldGPUs }
-
-func (h preparedCollector) Collect(to chan<- prometheus.Metric) {
-	claims, gpus, err := h.count()
-	if err != nil {
-		return
-	}
-	to <- prometheus.MustNewConstMetric(preparedClaims, prometheus.GaugeValue, float64(claims))
-	to <- prometheus.MustNewConstMetric(heldGPUs, prometheus.GaugeValue, float64(gpus))
-}
-
 // Inventory sets whether the node's devices are known, and how many whole GPUs the node offers.
 func (m *Metrics) Inventory(ready bool, gpus int) {
-	// Register this metric at the first call. A node without a GPU never calls Inventory, so it lacks
-	// the metric and triggers no alert.
-	_ = m.prefixed.Register(m.ready) // a second registration changes nothing
-	m.ready.Set(number(ready))
+	// The vector, although without labels, has no time series before this call. A node without a GPU
+	// never calls Inventory, so it lacks the metric and triggers no alert.
+	m.ready.WithLabelValues().Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
 }
 

@@ -57,10 +57,13 @@ type FreePartition struct {
 // ReadOccupancy registers the metrics of the node's occupancy. Each scrape calls read. If ok is
 // false, the scrape lacks these metrics.
 func (m *Metrics) ReadOccupancy(read func() (_ Occupancy, ok bool)) {
-	m.prefixed.MustRegister(occupancyCollector{read})
+	all := []*prometheus.Desc{deviceInfo, allocationInfo, shareCapacity, shareUsed, freeGPUs, freePartitionsOf}
+	m.prefixed.MustRegister(collector{all, func(send sendFunc) {
+		if now, ok := read(); ok {
+			now.send(send)
+		}
+	}})
 }
-
-type occupancyCollector struct{ read func() (Occupancy, bool) }
 
 var (
 	deviceInfo = prometheus.NewDesc("device_info", "Always 1, for each GPU and each MIG device that exists.",
@@ -76,19 +79,25 @@ var (
 		"now. It is 0, without a profile, if there is none.", []string{"device", "profile"}, nil)
 )
 
-func (occupancyCollector) Describe(to chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{deviceInfo, allocationInfo, shareCapacity, shareUsed, freeGPUs, freePartitionsOf} {
+// collector sends metrics of these descriptions at each scrape.
+type collector struct {
+	descriptions []*prometheus.Desc
+	collect      func(send sendFunc)
+}
+
+type sendFunc func(d *prometheus.Desc, value float64, labels ...string)
+
+// Describe implements [prometheus.Collector].
+func (c collector) Describe(to chan<- *prometheus.Desc) {
+	for _, d := range c.descriptions {
 		to <- d
 	}
 }
 
-func (c occupancyCollector) Collect(to chan<- prometheus.Metric) {
-	now, ok := c.read()
-	if !ok {
-		return
-	}
+// Collect implements [prometheus.Collector].
+func (c collector) Collect(to chan<- prometheus.Metric) {
 	sent := map[string]bool{}
-	send := func(d *prometheus.Desc, value float64, labels ...string) {
+	c.collect(func(d *prometheus.Desc, value float64, labels ...string) {
 		for i, l := range labels {
 			labels[i] = strings.ToValidUTF8(l, "?") // some come from the hardware
 		}
@@ -98,7 +107,10 @@ func (c occupancyCollector) Collect(to chan<- prometheus.Metric) {
 			to <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 		}
 		sent[key] = true
-	}
+	})
+}
+
+func (now Occupancy) send(send sendFunc) {
 	for _, d := range now.Devices {
 		send(deviceInfo, 1, now.Node, d.Name, d.UUID, d.PCIBusID, d.Model, d.Profile, d.ParentUUID, d.Instance)
 	}
