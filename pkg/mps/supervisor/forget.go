@@ -32,10 +32,7 @@ func Forget(ctx context.Context, paths mps.Paths, proc, id string) error {
 		return fmt.Errorf("remove MPS daemon %s: %w", id, err)
 	}
 	defer held.Release()
-	return forget(directories{paths: paths}, proc, id)
-}
-
-func forget(d directories, proc, id string) error {
+	d := directories{paths: paths}
 	left, err := d.processesOf(id, proc).processes()
 	if err != nil {
 		return fmt.Errorf("remove MPS daemon %s: %w", id, err)

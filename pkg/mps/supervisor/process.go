@@ -2,7 +2,6 @@ package supervisor
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -12,8 +11,6 @@ import (
 	"strings"
 	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/namespace"
 )
@@ -28,6 +25,8 @@ const (
 	// SIGKILL.
 	terminateWait = 3 * time.Second
 	killWait      = 5 * time.Second
+	// endPause is how long to wait between two looks for processes that should end.
+	endPause = 20 * time.Millisecond
 )
 
 // process is a control daemon, a child process of the supervisor.
@@ -72,18 +71,6 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 	return p, nil
 }
 
-// awaitExit returns when the process with pidfd fd has ended, or at the deadline.
-func awaitExit(fd int, deadline time.Time) {
-	for {
-		milliseconds := int(max(0, time.Until(deadline).Milliseconds()))
-		//nolint:gosec // a descriptor is a small number
-		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, milliseconds)
-		if !errors.Is(err, unix.EINTR) {
-			return
-		}
-	}
-}
-
 // processSet selects the processes of one daemon: the control daemon in run, and the MPS programs
 // in its session. Only descendants of the control daemon can be in that session.
 type processSet struct {
@@ -116,42 +103,36 @@ func (e *stuckError) Error() string {
 // end sends SIGTERM to all processes of the daemon, and SIGKILL to those that survive. It returns
 // nil when none is left, and a stuckError if some survive SIGKILL too.
 func (p processSet) end(w waits) error {
+	var pids []int
 	for _, step := range []struct {
-		signal unix.Signal
+		signal os.Signal
 		wait   time.Duration
-	}{{unix.SIGTERM, w.terminate}, {unix.SIGKILL, w.kill}} {
-		for deadline := time.Now().Add(step.wait); ; {
-			pids, err := p.processes()
-			if err != nil || len(pids) == 0 {
+	}{{syscall.SIGTERM, w.terminate}, {syscall.SIGKILL, w.kill}} {
+		for deadline := time.Now().Add(step.wait); ; <-time.After(endPause) {
+			var err error
+			if pids, err = p.processes(); err != nil || len(pids) == 0 {
 				return err
 			}
 			if time.Now().After(deadline) {
 				break
 			}
 			for _, pid := range pids {
-				p.signal(pid, step.signal, deadline)
+				p.signal(pid, step.signal)
 			}
 		}
-	}
-	pids, err := p.processes()
-	if err != nil || len(pids) == 0 {
-		return err
 	}
 	return &stuckError{pids}
 }
 
-// signal sends one signal to a process. It returns when the process has ended, or at the deadline.
-func (p processSet) signal(pid int, signal unix.Signal, deadline time.Time) {
-	fd, err := unix.PidfdOpen(pid, 0)
+// signal sends a signal to a process of the daemon.
+func (p processSet) signal(pid int, signal os.Signal) {
+	process, err := os.FindProcess(pid) // opens a pidfd
 	if err != nil {
-		return // The process has ended.
+		return
 	}
-	defer func() { _ = unix.Close(fd) }()
-	if !p.contains(pid) {
-		return // The PID belongs to another process now.
-	}
-	if unix.PidfdSendSignal(fd, signal, nil, 0) == nil {
-		awaitExit(fd, deadline)
+	defer func() { _ = process.Release() }()
+	if p.contains(pid) { // Else the PID belongs to another process now.
+		_ = process.Signal(signal) // This fails if the process has ended.
 	}
 }
 
