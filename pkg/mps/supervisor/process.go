@@ -25,8 +25,9 @@ const (
 	// SIGKILL.
 	terminateWait = 3 * time.Second
 	killWait      = 5 * time.Second
-	// endPause is how long to wait between two looks for processes that should end.
-	endPause = 20 * time.Millisecond
+	// endPause is how long to wait between two looks for processes that should end. Each look reads
+	// all processes of the node.
+	endPause = 100 * time.Millisecond
 )
 
 // process is a control daemon, a child process of the supervisor.
