@@ -17,11 +17,11 @@ type Error struct {
 	// Processes are the processes that have the GPU or MIG instance open. They are set if the
 	// operation failed because of them.
 	Processes []Process `json:"processes,omitempty"`
+	// Transient says that a retry is likely to succeed.
+	Transient bool `json:"transient,omitempty"`
 
 	// Cause is the error of the context with which the call ended, if it did.
 	Cause error `json:"-"`
-	// Transient says that a retry is likely to succeed.
-	Transient bool `json:"-"`
 }
 
 // namedProcesses is how many processes an error message names at most.

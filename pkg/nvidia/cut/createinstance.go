@@ -1,14 +1,12 @@
 package cut
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
@@ -17,22 +15,14 @@ import (
 // createInstance creates a GPU instance at exactly the requested placement. The driver may refuse
 // the first GPU instance while its internal channels and profilers still use the GPU.
 func (c partitioner) createInstance(r request) (device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (device.Instance, error) { return c.tryCreateInstance(r) })
-	return in, c.nameUsers(r, err)
-}
-
-func (c partitioner) tryCreateInstance(r request) (device.Instance, error) {
 	card, minor, err := c.openWithMinor(r)
 	if err != nil {
 		return device.Instance{}, err
 	}
 	handle, ret := card.CreateGpuInstanceWithPlacement(
 		&nvml.GpuInstanceProfileInfo{Id: r.Profile}, &nvml.GpuInstancePlacement{Start: r.At.Start, Size: r.At.Size})
-	if ret == nvml.ERROR_IN_USE {
-		return device.Instance{}, c.creationRefusal(r, ret)
-	}
 	if ret != nvml.SUCCESS {
-		return device.Instance{}, c.explain(r, nvmlx.ToError(ret))
+		return device.Instance{}, c.refusal(r, card, nil, nvmlx.ToError(ret))
 	}
 	made, err := c.Identify(handle)
 	if err == nil && (made.ProfileID != r.Profile || made.Placement != r.At) {
@@ -45,26 +35,6 @@ func (c partitioner) tryCreateInstance(r request) (device.Instance, error) {
 		return device.Instance{}, r.fail(device.FailureOther, "%v%s", err, undoneNote(handle.Destroy()))
 	}
 	return made, nil
-}
-
-// creationRefusal returns the error for an instance that the driver refuses because the card is in
-// use. It is transient even if other processes have the card open: the driver's own use ends soon.
-func (c partitioner) creationRefusal(r request, ret nvml.Return) *nvidia.Error {
-	refusal := c.explain(r, nvmlx.ToError(ret))
-	refusal.Transient = true
-	return refusal
-}
-
-// nameUsers adds the processes that have the card open to the error of a refused creation. It is
-// called after the last attempt only, because it reads all of /proc.
-func (c partitioner) nameUsers(r request, err error) error {
-	var refusal *nvidia.Error
-	if errors.As(err, &refusal) && refusal.Transient {
-		if card, failure := c.open(r); failure == nil {
-			refusal.Processes = c.usersOf(card, nil)
-		}
-	}
-	return err
 }
 
 // openWithMinor returns the card's NVML handle and the N of its device node nvidiaN.
@@ -92,11 +62,6 @@ func undoneNote(ret nvml.Return) string {
 
 // createCompute creates one compute instance that fills the GPU instance named by r.
 func (c partitioner) createCompute(r request) (device.Instance, error) {
-	in, err := retryTransient(r.Patience, func() (device.Instance, error) { return c.tryCreateCompute(r) })
-	return in, c.nameUsers(r, err)
-}
-
-func (c partitioner) tryCreateCompute(r request) (device.Instance, error) {
 	card, minor, err := c.openWithMinor(r)
 	if err != nil {
 		return device.Instance{}, err
@@ -117,11 +82,8 @@ func (c partitioner) tryCreateCompute(r request) (device.Instance, error) {
 		return device.Instance{}, err
 	}
 	handle, ret := parent.CreateComputeInstance(&whole)
-	if ret == nvml.ERROR_IN_USE {
-		return device.Instance{}, c.creationRefusal(r, ret)
-	}
 	if ret != nvml.SUCCESS {
-		return device.Instance{}, c.explain(r, nvmlx.ToError(ret))
+		return device.Instance{}, c.refusal(r, card, nil, nvmlx.ToError(ret))
 	}
 	made, err := c.OnCard(card, minor).ComputeInstance(in, parent, whole, handle)
 	if err == nil {

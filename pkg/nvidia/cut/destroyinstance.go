@@ -7,7 +7,6 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
@@ -53,7 +52,7 @@ func (c partitioner) destroy(r request) error {
 		// Another tool may have destroyed this compute instance just now, so its absence is no
 		// error. If a compute instance is left, handle.Destroy below fails.
 		if ret := each.Destroy(); ret != nvml.SUCCESS && !nvmlx.IsAbsent(ret) {
-			return c.destroyRefusal(r, card, "destroy its compute instance", ret)
+			return c.refusal(r, card, &r.Instance.ID, fmt.Errorf("destroy its compute instance: %w", nvmlx.ToError(ret)))
 		}
 	}
 	ret = handle.Destroy()
@@ -63,17 +62,9 @@ func (c partitioner) destroy(r request) error {
 		}
 	}
 	if ret != nvml.SUCCESS {
-		return c.destroyRefusal(r, card, "destroy it", ret)
+		return c.refusal(r, card, &r.Instance.ID, fmt.Errorf("destroy it: %w", nvmlx.ToError(ret)))
 	}
 	return nil
-}
-
-func (c partitioner) destroyRefusal(r request, card nvml.Device, what string, ret nvml.Return) *nvidia.Error {
-	refusal := c.explain(r, fmt.Errorf("%s: %w", what, nvmlx.ToError(ret)))
-	if refusal.Code == device.FailureInUse {
-		refusal.Processes = c.usersOf(card, &r.Instance.ID)
-	}
-	return refusal
 }
 
 // computeToDestroy returns the compute instances of a GPU instance. If r names compute instances

@@ -1,11 +1,8 @@
 package cut
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -14,43 +11,10 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 )
 
-// setMode changes the MIG mode of a card. If the mode is already the requested one, or if r.Watched
-// is set, it changes nothing and returns the card's state.
+// setMode changes the MIG mode of a card and reads it back. If the card then has the requested
+// mode, it succeeds, even if NVML returned an error. Otherwise it undoes a pending change and
+// returns an error. If the card has the mode already, or if r.Watched is set, it changes nothing.
 func (c partitioner) setMode(r request) (device.CardState, error) {
-	return retryTransient(r.Patience, func() (device.CardState, error) { return c.trySetMode(r) })
-}
-
-// transientLimit bounds the retries of a call that is likely to succeed soon. For example, the
-// worker of another GPU may have every GPU open, until idleLimit after its last answer.
-const transientLimit = 10 * time.Second
-
-// retryFor returns how long the worker may retry an operation. The retries end before ctx does, so
-// that the caller gets the operation's error and not a timeout.
-func retryFor(ctx context.Context) time.Duration {
-	end, ok := ctx.Deadline()
-	if !ok {
-		return transientLimit
-	}
-	return min(transientLimit, time.Until(end)-2*lastPause)
-}
-
-// retryTransient calls try again while its error is transient, until limit has passed.
-func retryTransient[T any](limit time.Duration, try func() (T, error)) (T, error) {
-	began := time.Now()
-	for pause := firstPause; ; pause = min(2*pause, lastPause) {
-		made, err := try()
-		var refusal *nvidia.Error
-		if !errors.As(err, &refusal) || !refusal.Transient || time.Since(began)+pause > limit {
-			return made, err
-		}
-		<-time.After(pause)
-	}
-}
-
-// trySetMode changes the MIG mode once and reads it back. If the card then has the requested mode,
-// it succeeds, even if NVML returned an error. Otherwise it undoes a pending change and returns an
-// error.
-func (c partitioner) trySetMode(r request) (device.CardState, error) {
 	card, err := c.open(r)
 	if err != nil {
 		return device.CardState{}, err
@@ -111,8 +75,7 @@ func (c partitioner) modeRefusal(r request, card nvml.Device, ret nvml.Return) *
 		if there := c.countInstances(card); there > 0 {
 			return r.fail(device.FailureInUse, "it has %d GPU instances, which have to be destroyed first (nvidia-smi mig -lgi lists them)", there)
 		}
-		refusal := c.explain(r, nvmlx.ToError(ret))
-		refusal.Processes = c.usersOf(card, nil)
+		refusal := c.refusal(r, card, nil, nvmlx.ToError(ret))
 		// The plugin's own processes, a scan for example, close the GPU soon.
 		refusal.Transient = !slices.ContainsFunc(refusal.Processes, func(p nvidia.Process) bool { return !p.Plugin })
 		return refusal

@@ -149,6 +149,17 @@ func (c partitioner) modeOf(r request, card nvml.Device) (*device.MIG, error) {
 	return mode, err
 }
 
+// refusal returns the error of a change that NVML refused with err. If the card is in use, or the
+// GPU instance with the ID instance, refusal names the processes. It is transient even then: the
+// driver's own use of a GPU ends soon.
+func (c partitioner) refusal(r request, card nvml.Device, instance *uint32, err error) *nvidia.Error {
+	e := c.explain(r, err)
+	if e.Code == device.FailureInUse {
+		e.Processes, e.Transient = c.usersOf(card, instance), true
+	}
+	return e
+}
+
 // usersOf lists the processes that have the card open or, if instance is set, the GPU instance with
 // this ID. The list is for error messages, so it leaves out processes that UsersOf cannot read.
 // NVML's own lists are of no use: they leave out processes of other PID namespaces, and the plugin

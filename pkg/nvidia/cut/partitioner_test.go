@@ -178,16 +178,17 @@ func TestRefusedModeChangeIsExplainedAndUndone(t *testing.T) {
 	b = newBench(t, nil)
 	b.opens(4711, "python", gpuMajor, 1)
 	b.Answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
-	b.fails(b.do(request{Op: opSetMode, On: true, Patience: transientLimit}), device.FailureInUse, "python (process 4711)")
-	if len(b.Calls) != 1 {
-		t.Errorf("a GPU that a user's process has open: %v", b.Calls)
+	a := b.do(request{Op: opSetMode, On: true})
+	b.fails(a, device.FailureInUse, "python (process 4711)")
+	if a.Error.Transient {
+		t.Errorf("a GPU that a user's process has open: %+v", a.Error)
 	}
 	b = newBench(t, nil)
 	b.opens(4711, "gpu-kubelet-plu", gpuMajor, 1)
 	b.Host.File("proc/4711/environ", nvidia.ChildMark+"\x00")
 	b.Answers["nvmlDeviceSetMigMode 1"] = nvml.ERROR_IN_USE
-	if b.works(b.do(request{Op: opSetMode, On: true, Patience: transientLimit})); len(b.Calls) != 2 {
-		t.Errorf("a GPU that is briefly in use: %v", b.Calls)
+	if a := b.do(request{Op: opSetMode, On: true}); a.Error == nil || !a.Error.Transient {
+		t.Errorf("a GPU that is briefly in use: %+v", a.Error)
 	}
 	b = newBench(t, nil)
 	b.After["nvmlDeviceSetMigMode 1"] = nvml.ERROR_UNKNOWN
@@ -313,15 +314,18 @@ func TestBusyInstanceErrorNamesProcesses(t *testing.T) {
 }
 
 // The driver's own use of the GPU ends soon, even if other processes have it open.
-func TestRefusedCreationIsRetried(t *testing.T) {
+func TestRefusedCreationIsTransient(t *testing.T) {
 	b := newBench(t, nil)
 	b.works(b.do(request{Op: opSetMode, On: true}))
 	b.opens(4711, "dcgm-exporter", gpuMajor, 1)
 	b.Answers["nvmlDeviceCreateGpuInstanceWithPlacement"] = nvml.ERROR_IN_USE
-	b.works(b.do(request{Op: opCreateInstance, Profile: 19, At: device.Placement{Start: 2, Size: 1}, Patience: transientLimit}))
-	b.Answers["nvmlDeviceCreateGpuInstanceWithPlacement"] = nvml.ERROR_IN_USE
-	b.fails(b.do(request{Op: opCreateInstance, Profile: 19, At: device.Placement{Start: 3, Size: 1}}), device.FailureInUse,
-		"dcgm-exporter (process 4711)")
+	r := request{Op: opCreateInstance, Profile: 19, At: device.Placement{Start: 2, Size: 1}}
+	a := b.do(r)
+	b.fails(a, device.FailureInUse, "dcgm-exporter (process 4711)")
+	if !a.Error.Transient {
+		t.Error(a.Error)
+	}
+	b.works(b.do(r))
 }
 
 func TestFabricState(t *testing.T) {

@@ -24,7 +24,10 @@ const (
 	idleLimit = time.Second
 	// operationLimit bounds an operation whose context has no deadline.
 	operationLimit = 2 * time.Minute
-	// Destroy and awaitFabric retry after firstPause, then with growing pauses up to lastPause.
+	// transientLimit bounds the retries of an operation that is likely to succeed soon. For example,
+	// the worker of another GPU may have every GPU open, until idleLimit after its last answer.
+	transientLimit = 10 * time.Second
+	// Retries and awaitFabric begin after firstPause, then with growing pauses up to lastPause.
 	firstPause = 50 * time.Millisecond
 	lastPause  = time.Second
 )
@@ -131,31 +134,8 @@ func (p *Partitions) CreateCompute(ctx context.Context, card device.Card, instan
 // or the UUIDs of the compute instances in in.Compute differ on the card. If the GPU instance is
 // missing, Destroy succeeds. While it is in use, Destroy retries until ctx ends.
 func (p *Partitions) Destroy(ctx context.Context, card device.Card, in device.Instance) error {
-	r, start := request{Op: opDestroy, Card: card, Instance: in}, time.Now()
-	err := p.destroy(ctx, r)
-	p.report(r, start, err) // once: an alert counts errors, and each attempt is one
+	_, err := p.observed(ctx, request{Op: opDestroy, Card: card, Instance: in})
 	return err
-}
-
-func (p *Partitions) destroy(ctx context.Context, r request) error {
-	ctx, cancel := bounded(ctx)
-	defer cancel()
-	var busy *nvidia.Error
-	for pause := firstPause; ; pause = min(2*pause, lastPause) {
-		_, err := p.call(ctx, r)
-		var failed *nvidia.Error
-		switch {
-		case errors.As(err, &failed) && failed.Code == device.FailureInUse:
-			busy = failed
-		case busy != nil && ctx.Err() != nil:
-			return busy // it explains more than the timeout
-		default:
-			return err
-		}
-		if !nvmlx.Sleep(ctx, pause) {
-			return busy
-		}
-	}
 }
 
 // SetComputeMode sets how many processes may use a card at once. If the card already has this
@@ -202,33 +182,46 @@ func (p *Partitions) state(ctx context.Context, r request) (device.CardState, er
 	return a.State, err
 }
 
-// observed sends r to the card's worker and reports the result to the observer.
+// observed sends r to the card's worker and reports the result to the observer. It reports once for
+// all attempts, because an alert counts errors.
 func (p *Partitions) observed(ctx context.Context, r request) (answer, error) {
 	start := time.Now()
-	a, err := p.call(ctx, r)
-	p.report(r, start, err)
-	return a, err
-}
-
-func (p *Partitions) report(r request, start time.Time, err error) {
-	var failed *nvidia.Error
+	a := p.retried(ctx, r)
 	var code device.FailureCode
-	if errors.As(err, &failed) {
-		code = failed.Code
+	var err error
+	if a.Error != nil {
+		code, err = a.Error.Code, a.Error
 	}
 	if p.observe != nil {
 		p.observe(string(r.Op), time.Since(start), string(code))
 	}
+	return a, err
 }
 
-func (p *Partitions) call(ctx context.Context, r request) (answer, error) {
+// retried sends r to the card's worker until the answer is not a transient error. A removal waits
+// for the end of a process until ctx ends. Other retries stop before that, so that no attempt with
+// an unknown result follows a clear refusal.
+func (p *Partitions) retried(ctx context.Context, r request) answer {
 	ctx, cancel := bounded(ctx)
 	defer cancel()
-	a := p.slot(r.Card.PCIAddress).call(ctx, r)
-	if a.Error != nil {
-		return a, a.Error
+	start, limit := time.Now(), operationLimit
+	if deadline, _ := ctx.Deadline(); r.Op != opDestroy {
+		limit = min(transientLimit, time.Until(deadline)-2*lastPause)
 	}
-	return a, nil
+	var refused answer
+	for pause := firstPause; ; pause = min(2*pause, lastPause) {
+		a := p.slot(r.Card.PCIAddress).call(ctx, r)
+		if r.Op == opDestroy && ctx.Err() != nil && a.Error != nil && refused.Error != nil {
+			return refused // it explains more than the timeout
+		}
+		if a.Error == nil || !a.Error.Transient || time.Since(start)+pause > limit {
+			return a
+		}
+		refused = a
+		if !nvmlx.Sleep(ctx, pause) {
+			return refused
+		}
+	}
 }
 
 // bounded returns a context that ends with ctx or after [operationLimit].

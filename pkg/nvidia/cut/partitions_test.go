@@ -60,10 +60,10 @@ func runFakeWorker() error {
 			_, _ = os.ReadFile(filepath.Join(p.Proc, "gate"))
 		case "busy":
 			if busy++; busy < 3 {
-				a = answer{Error: r.fail(device.FailureInUse, "in use")}
+				a = answer{Error: busyError(r)}
 			}
 		case "always busy":
-			a = answer{Error: r.fail(device.FailureInUse, "in use")}
+			a = answer{Error: busyError(r)}
 		case "broken":
 			a = answer{Error: r.fail(device.FailureOther, "NVML error 12345")}
 		case "registering":
@@ -79,6 +79,12 @@ func runFakeWorker() error {
 		}
 		_ = encoder.Encode(a)
 	}
+}
+
+func busyError(r request) *nvidia.Error {
+	e := r.fail(device.FailureInUse, "in use")
+	e.Transient = true
+	return e
 }
 
 func newPartitions(t *testing.T) *Partitions {

@@ -2,7 +2,6 @@ package cut
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -21,9 +20,6 @@ type request struct {
 	// Instance is the GPU instance to create, fill with a compute instance or destroy.
 	// opCreateCompute uses only its ID.
 	Instance device.Instance `json:"instance,omitzero"`
-
-	// Patience is how long a worker retries while other processes briefly use the card.
-	Patience time.Duration `json:"patience,omitempty"`
 
 	ComputeMode device.ComputeMode `json:"computeMode,omitempty"` // wanted mode
 	TimeSlice   device.TimeSlice   `json:"timeSlice,omitempty"`   // wanted time slice

@@ -51,7 +51,6 @@ func (s *workerSlot) call(ctx context.Context, r request) answer {
 
 // ask sends r to the worker and returns its answer, or why it has none.
 func ask(ctx context.Context, w *worker, r request) answer {
-	r.Patience = retryFor(ctx)
 	_ = w.Send(r) // if it fails, the worker is dead, and Failure says why
 	select {
 	case a := <-w.Messages:
