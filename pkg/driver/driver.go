@@ -71,9 +71,6 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		logger.Error(err, "Failed to remove stale sockets")
 	}
 	d.policy.Read(ctx)
-	if err := d.reconciler.Recover(ctx); err != nil {
-		return err
-	}
 	// Before the plugin prepares a claim, it must know whether the container runtime would ignore the
 	// claim's CDI devices.
 	d.host.Check(ctx)

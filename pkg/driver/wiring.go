@@ -166,7 +166,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
 	}
 	reconciling := reconciler.New(reconciler.Options{
-		StateDir: cfg.StateDir(), BootID: state.bootID, NewerLeads: lead.NewerLeads,
+		BootID: state.bootID, NewerLeads: lead.NewerLeads,
 		Claims: claims, Specs: specs, Use: access.Use, Inventory: inv, Layouts: publisher,
 		ReportDaemons: daemons.Report, Repaired: toAdmins.Repaired,
 	})

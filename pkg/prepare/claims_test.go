@@ -5,6 +5,7 @@ package prepare_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 type result = resourceapi.DeviceRequestAllocationResult
@@ -144,6 +146,14 @@ func mustPrepare(t *testing.T, p *plugin, c *resourceapi.ResourceClaim) []kubele
 
 // mustPrepareLarge prepares a claim for so many partitions, six on each GPU, that its record's file
 // name does not list them.
+// reconcileUnreadable fails the test unless Reconcile reports an unreadable record.
+func reconcileUnreadable(t *testing.T, p *plugin) {
+	t.Helper()
+	if err := p.Reconcile(t.Context()); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "is unreadable") {
+		t.Fatal(err)
+	}
+}
+
 func mustPrepareLarge(t *testing.T, w *world, p *plugin) {
 	t.Helper()
 	var results []result

@@ -168,7 +168,7 @@ func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
 	withBusyClaims(t, func(t *testing.T, w *world, p *plugin) {
 		start := time.Now()
 		go func() {
-			<-time.After(recoverWait / 2)
+			<-time.After(busyWait / 2)
 			if w.specs.of("uid-z") == nothing {
 				t.Error("an idle claim has no spec yet")
 			}
@@ -176,7 +176,7 @@ func TestBusyClaimsDelayNoOtherSpecRepair(t *testing.T) {
 		if err := p.Reconcile(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if took := time.Since(start); took > recoverWait+time.Second {
+		if took := time.Since(start); took > busyWait+time.Second {
 			t.Errorf("took %s", took)
 		}
 	})
@@ -189,7 +189,7 @@ func TestSlowReadOutlivesClaimLockWait(t *testing.T) {
 	w.specs.clear() // without w.scan the inventory lacks the new partitions
 	synctest.Test(t, func(t *testing.T) {
 		p := w.plugin(t)
-		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, 3 * recoverWait} })
+		p.with(func(n *steps.Node) { n.Partitions = &slowRead{h, 3 * busyWait} })
 		if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") == nothing {
 			t.Errorf("the spec is %q: %v", w.specs.of("uid-c"), err)
 		}

@@ -115,7 +115,7 @@ func TestOneOfFiveNearlyFullSharesIsPrepared(t *testing.T) {
 		// A new plugin process handles each call, so the test fails if the capacity in use is kept only
 		// in memory.
 		p := w.plugin(t)
-		if err := p.Recover(t.Context()); err != nil {
+		if err := p.Reconcile(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		_, err := p.Prepare(t.Context(), c)

@@ -132,7 +132,6 @@ func FuzzStepsOnRecord(f *testing.F) {
 			return // the device is no valid file name
 		}
 		ctx := t.Context()
-		_ = p.Recover(ctx)
 		_ = p.Reconcile(ctx)
 		_, _ = p.PreparedDevices(r.ClaimUID)
 		_, _ = p.AllocatedDevices()

@@ -72,9 +72,6 @@ func TestSharedStateOfRecordlessClaimsIsRestored(t *testing.T) {
 					w.disk.Put(filepath.Join(state, "holders", file), nil)
 				}
 			}
-			if err := p.Recover(t.Context()); err != nil {
-				t.Fatal(err)
-			}
 			if err := p.Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}

@@ -252,7 +252,7 @@ func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]
 const (
 	conflictPoll    = 50 * time.Millisecond
 	tryWait         = 10 * time.Millisecond
-	recoverWait     = 2 * time.Second
+	busyWait        = 2 * time.Second
 	sharedCheckTime = 10 * time.Second
 )
 

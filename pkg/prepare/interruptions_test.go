@@ -117,15 +117,3 @@ func stride() int {
 	}
 	return 1
 }
-
-// interruptPrepare prepares the claim called "several", and kills the plugin after this many
-// hardware calls.
-func interruptPrepare(t *testing.T, w *world, h *hardware, calls int) {
-	t.Helper()
-	h.takeCalls()
-	reached := killAfter.arm(w, calls)
-	if _, err := w.plugin(t).Prepare(t.Context(), several); !reached() {
-		t.Fatalf("the process was not killed: %v", err)
-	}
-	killAfter.end(w)
-}

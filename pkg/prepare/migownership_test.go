@@ -4,7 +4,6 @@
 package prepare_test
 
 import (
-	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -121,7 +120,7 @@ func TestInstancesAfterRebootAreForeign(t *testing.T) {
 		h.serial = 0
 		theirs := h.createForeign(t, gpu0, 19, 0)
 		p := w.plugin(t)
-		if err := p.Recover(t.Context()); err != nil {
+		if err := p.Reconcile(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		w.scan()
@@ -172,7 +171,7 @@ func TestPrepareWaitsForForeignInstanceAfterReboot(t *testing.T) {
 }
 
 // The plugin is killed before it creates its MIG instance, and then an admin creates one at the
-// same placement. Recover and Reconcile must not remove the admin's instance.
+// same placement. Reconcile must not remove the admin's instance.
 func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 	w := newWorld(t)
 	h := withMIG(w)
@@ -182,7 +181,7 @@ func TestForeignInstanceAtUnfinishedPlaceStays(t *testing.T) {
 	theirs := h.createForeign(t, gpu0, 19, 0)
 	w.scan()
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	checkClean(t, w)
@@ -298,9 +297,7 @@ func TestInstanceWithoutRecordIsForeign(t *testing.T) {
 	in := h.of(t, gpu0).State().MIG.Instances
 	w.disk.Put(recordFile(t, w, "uid-c"), []byte("{"))
 	w.scan()
-	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
-		t.Error(err)
-	}
+	reconcileUnreadable(t, p)
 	if ours, err := p.OwnedInstances(gpu0, in); err != nil || len(ours) != 1 {
 		t.Errorf("the instance of a prepared claim is foreign: %v, %v", ours, err)
 	}

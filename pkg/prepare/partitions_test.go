@@ -248,7 +248,7 @@ func TestPartitionIsRecreatedAfterReboot(t *testing.T) {
 	mustPrepare(t, w.plugin(t), several)
 	w.reboot()
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if w.specs.of(several.UID) != "" {

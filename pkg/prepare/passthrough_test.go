@@ -146,7 +146,7 @@ func TestPreparedPassthroughIsKept(t *testing.T) {
 	spec := w.specs.of("uid-c")
 	w.specs.clear()
 	p := w.plugin(t)
-	if err := p.Recover(t.Context()); err != nil || w.specs.of("uid-c") != spec {
+	if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") != spec {
 		t.Errorf("recovered spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
 	}
 	mustPrepare(t, p, c)
@@ -359,7 +359,7 @@ func TestPassthroughSurvivesDeath(t *testing.T) {
 				bus.Write = nil
 				w.disk.Restart()
 				p = w.plugin(t)
-				if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+				if err := p.Reconcile(t.Context()); err != nil {
 					t.Errorf("%s: %v", name, err)
 				}
 				mustPrepare(t, p, c)

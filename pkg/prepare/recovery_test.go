@@ -1,16 +1,14 @@
-// Recover restores CDI specs and removes leftovers at the start, and no record is lost that it
+// Reconcile restores CDI specs and removes leftovers at the start, and no record is lost that it
 // cannot read.
 
 package prepare_test
 
 import (
-	"context"
 	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
@@ -18,86 +16,35 @@ import (
 )
 
 func TestRemovedSpecsAreRestored(t *testing.T) {
-	for name, repair := range map[string]func(*plugin, context.Context) error{
-		"at the start": (*plugin).Recover,
-		"afterwards":   (*plugin).Reconcile,
-	} {
-		t.Run(name, func(t *testing.T) {
-			w := newWorld(t)
-			mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu0)))
-			mustPrepare(t, w.plugin(t), newClaim("b", allocated("r", gpu1)))
-			spec := w.specs.of("uid-b")
-			w.specs.clear()
-			// At a restart the driver may not be loaded yet, so the device nodes of the cards are unknown.
-			w.snapshot.Ready = false
-			if err := repair(w.plugin(t), t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if len(w.specs.claims) != 0 {
-				t.Errorf("written before the node was scanned: %v", w.specs.claims)
-			}
-			w.snapshot.Ready = true
-			if err := repair(w.plugin(t), t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
-				t.Errorf("the specs are %v", w.specs.claims)
-			}
-		})
+	w := newWorld(t)
+	mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu0)))
+	mustPrepare(t, w.plugin(t), newClaim("b", allocated("r", gpu1)))
+	spec := w.specs.of("uid-b")
+	w.specs.clear()
+	// At a restart the driver may not be loaded yet, so the device nodes of the cards are unknown.
+	w.snapshot.Ready = false
+	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(w.specs.claims) != 0 {
+		t.Errorf("written before the node was scanned: %v", w.specs.claims)
+	}
+	w.snapshot.Ready = true
+	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if w.specs.of("uid-b") != spec || w.specs.of("uid-a") == "" {
+		t.Errorf("the specs are %v", w.specs.claims)
 	}
 }
 
 func TestRecoveryRemovesFilesWithoutRecord(t *testing.T) {
 	w := newWorld(t)
 	w.specs.claims["uid-leftover"] = "a spec"
-	if err := w.plugin(t).Recover(t.Context()); err != nil {
+	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	checkClean(t, w)
-}
-
-func TestRecoverReadsNoHardware(t *testing.T) {
-	w := newWorld(t)
-	h := withMIG(w)
-	interruptPrepare(t, w, h, 5)
-	mustPrepare(t, w.plugin(t), newClaim("d", allocated("a", large4)))
-	h.takeCalls()
-	p := w.plugin(t)
-	if err := p.Recover(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if calls := h.takeCalls(); len(calls) > 0 {
-		t.Errorf("hardware calls: %q", calls)
-	}
-	if r, _, err := p.Records.Load("uid-c"); err != nil || r.State != checkpoint.Preparing || w.specs.of("uid-c") != "" {
-		t.Errorf("%s, %v", r.State, err)
-	}
-	w.scan()
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	checkRecordsMatchHardware(t, w, h, p, nil)
-	if in := h.of(t, gpu0).Instances; len(in) != 1 {
-		t.Errorf("instances: %+v", in)
-	}
-}
-
-// During an upgrade the old plugin instance may still work on several claims when the new one
-// starts. Recover must wait for these claims at the same time, because the kubelet waits for
-// Recover.
-func TestRecoverWaitsForBusyClaimsConcurrently(t *testing.T) {
-	withBusyClaims(t, func(t *testing.T, w *world, p *plugin) {
-		start := time.Now()
-		if err := p.Recover(t.Context()); err != nil {
-			t.Error(err)
-		}
-		if took := time.Since(start); took > recoverWait {
-			t.Errorf("took %s", took)
-		}
-		if w.specs.of("uid-z") == nothing {
-			t.Error("an idle claim has no spec")
-		}
-	})
 }
 
 // withBusyClaims runs a test with a new plugin process on a node that has lost all CDI specs.
@@ -132,7 +79,7 @@ func TestUnreadableStateDirectoryFailsRecovery(t *testing.T) {
 	w.disk.StopAt(1)
 	_ = w.disk.Write()
 	_, heldErr := p.Usage()
-	for i, err := range []error{p.Recover(t.Context()), p.Reconcile(t.Context()), heldErr} {
+	for i, err := range []error{p.Reconcile(t.Context()), heldErr} {
 		if cause.Of(err) != cause.Record {
 			t.Errorf("call %d: %v", i, err)
 		}
@@ -157,9 +104,7 @@ func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
 			mustPrepare(t, w.plugin(t), newClaim("good", allocated("r", gpu1)))
 			w.disk.Put(recordFile(t, w, "uid-bad"), []byte("{"))
 			p := w.plugin(t)
-			if err := p.Recover(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			reconcileUnreadable(t, p)
 			_, err := p.Prepare(t.Context(), newClaim("next", allocated("r", gpu0)))
 			if cause.Of(err) != cause.Held || !strings.Contains(err.Error(), "uid-bad") || !strings.Contains(err.Error(), "is unreadable") {
 				t.Fatal(err)
@@ -184,9 +129,7 @@ func TestUnreadableRecordCanBeRemovedByHand(t *testing.T) {
 	w.disk.Put(file, []byte("{"))
 	p := w.plugin(t)
 	next := newClaim("next", allocated("r", gpu0))
-	if err := p.Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	reconcileUnreadable(t, p)
 	if _, err := p.Prepare(t.Context(), next); cause.Of(err) != cause.Held || !strings.Contains(err.Error(), file) {
 		t.Errorf("the error does not name the file: %v", err)
 	}
@@ -209,8 +152,8 @@ func TestRecordOfLaterVersionIsLeftAlone(t *testing.T) {
 	mustPrepare(t, w.plugin(t), c)
 	w.disk.Put(recordFile(t, w, "uid-c"), []byte(`{"minReader":8}`))
 	p := w.plugin(t)
-	if err := p.Recover(t.Context()); err != nil {
-		t.Fatal(err)
+	if err := p.Reconcile(t.Context()); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 8") {
+		t.Error(err)
 	}
 	if err := p.Unprepare(t.Context(), "uid-c"); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "version 8") {
 		t.Error(err)
@@ -248,8 +191,8 @@ func TestUnknownStepOfLaterVersionIsKept(t *testing.T) {
 		if err := p.Reconcile(t.Context()); err == nil {
 			t.Error("no error was reported")
 		}
-		if err := p.Recover(t.Context()); err != nil || len(w.records()) != 1 {
-			t.Error(err, w.records())
+		if len(w.records()) != 1 {
+			t.Error(w.records())
 		}
 	}
 }

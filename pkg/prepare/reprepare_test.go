@@ -113,7 +113,7 @@ func TestPrepareAfterRebootRewritesSpec(t *testing.T) {
 	w.reboot()
 	w.snapshot.Node.GPUs[0] = newGPU("0000:1b:00.0", "GPU-0", "/dev/nvidia7")
 	p := w.plugin(t)
-	if err := errors.Join(p.Recover(t.Context()), p.Reconcile(t.Context())); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if spec := w.specs.of("uid-c"); spec != "" {

@@ -91,13 +91,13 @@ func interruptedScene(t *testing.T, s sharingScene) (w *world, h *hardware, p *p
 	return w, h, p, h.of(t, gpu0).TimeSlice
 }
 
-// checkClaimsGoOn starts a new plugin process. It fails the test unless Recover and Reconcile
-// repair the node and all claims can be prepared and unprepared.
+// checkClaimsGoOn starts a new plugin process. It fails the test unless Reconcile
+// repairs the node and all claims can be prepared and unprepared.
 func checkClaimsGoOn(t *testing.T, w *world, h *hardware, claims []*resourceapi.ResourceClaim, found device.TimeSlice) {
 	t.Helper()
 	h.fault = nil
 	p := w.plugin(t)
-	if err := p.Recover(t.Context()); err != nil {
+	if err := p.Reconcile(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	w.scan()

@@ -123,7 +123,7 @@ func TestSharingModesForEachKindOfDevice(t *testing.T) {
 			// A restart of the plugin must not change settings or restart MPS daemons that claims use.
 			daemons := maps.Clone(w.daemons.running)
 			p = w.plugin(t)
-			if err := p.Recover(t.Context()); err != nil {
+			if err := p.Reconcile(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			w.scan()

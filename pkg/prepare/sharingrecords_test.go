@@ -91,12 +91,7 @@ func TestClaimsLeaveSharedStateWithUnreadableRecords(t *testing.T) {
 						w.disk.Put(recordFile(t, w, string(s.claims[i].UID)), []byte("{"))
 					}
 					p := w.plugin(t)
-					if err := p.Recover(t.Context()); err != nil {
-						t.Fatal(err)
-					}
-					if err := p.Reconcile(t.Context()); err != nil {
-						t.Fatal(err)
-					}
+					reconcileUnreadable(t, p)
 					for i := range s.claims {
 						c := s.claims[i]
 						if backwards {
@@ -296,9 +291,6 @@ func TestSharedStateOfEarlierVersionsIsUsable(t *testing.T) {
 					w, h, _, found := interruptedScene(t, s)
 					putGolden(t, w, filepath.Join(golden, version.Name(), sceneDir(s)), later)
 					p := w.plugin(t)
-					if err := p.Recover(t.Context()); err != nil {
-						t.Fatal(err)
-					}
 					if err := p.Reconcile(t.Context()); err != nil {
 						t.Fatal(err)
 					}
@@ -368,13 +360,8 @@ func TestRecordWithOnlyUnknownFieldsIsNotRewritten(t *testing.T) {
 				}
 			}
 			p := w.plugin(t)
-			for _, do := range []func() error{
-				func() error { return p.Recover(t.Context()) },
-				func() error { return p.Reconcile(t.Context()) },
-			} {
-				if err := do(); err != nil {
-					t.Fatal(err)
-				}
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Fatal(err)
 			}
 			for _, c := range s.claims {
 				mustPrepare(t, p, c)

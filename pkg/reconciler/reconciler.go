@@ -17,7 +17,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -33,9 +32,8 @@ import (
 
 // Claims works on the claims' checkpoint records and on what they describe.
 type Claims interface {
-	// Recover finishes or rolls back the calls that an earlier process did not finish.
-	Recover(ctx context.Context) error
-	// Reconcile compares the records with the hardware. Its error lists what still differs.
+	// Reconcile compares the records with the hardware, and finishes or rolls back interrupted calls.
+	// Its error lists what still differs.
 	Reconcile(ctx context.Context) error
 	Adopt(ctx context.Context, card device.Card, gpu string) error
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
@@ -66,9 +64,7 @@ type Layouts interface {
 
 // Options are the settings and dependencies of a [Reconciler].
 type Options struct {
-	// StateDir is the directory of the checkpoint records, for error messages.
-	StateDir string
-	BootID   string
+	BootID string
 	// NewerLeads reports whether a newer plugin instance leads on this node. Then that instance
 	// reconciles, and this one does not.
 	NewerLeads func() bool
@@ -102,9 +98,6 @@ type Reconciler struct {
 	// unrepaired has the CDI specs that were missing before and after the last comparison. They do not
 	// cause another one, since it would fail again, for example while the claim's GPU is away.
 	unrepaired []string
-	// unrecovered is true if the GPUs were released at the start, so that the calls that an earlier
-	// process did not finish are still unfinished.
-	unrecovered atomic.Bool
 }
 
 // New returns a Reconciler that works while Run runs.
@@ -117,21 +110,6 @@ func New(o Options) *Reconciler {
 
 // Wake requests a comparison soon. It does not block.
 func (r *Reconciler) Wake() { r.wakeup.Wake() }
-
-// Recover finishes or rolls back the Prepare and Unprepare calls that an earlier process did not
-// finish. While the GPUs are released, it only notes that, and reconciliation does it later.
-func (r *Reconciler) Recover(ctx context.Context) error {
-	done, ok := r.opts.Use()
-	defer done()
-	r.unrecovered.Store(!ok)
-	if !ok {
-		return nil
-	}
-	if err := r.opts.Claims.Recover(ctx); err != nil {
-		return fmt.Errorf("recover the checkpoint records in %s: %w", r.opts.StateDir, err)
-	}
-	return nil
-}
 
 // Run compares the records with the hardware at every interval, when woken, and when a CDI spec was
 // removed. It runs until the context ends.
@@ -177,11 +155,6 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 	defer done()
 	if !ok {
 		return false, nil // the end of the release wakes the Reconciler
-	}
-	if r.unrecovered.Load() {
-		if err := r.Recover(ctx); err != nil {
-			return true, err
-		}
 	}
 	err := errors.Join(r.repair(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
 	r.opts.ReportDaemons(ctx)

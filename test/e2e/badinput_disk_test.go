@@ -65,14 +65,15 @@ func (w *world) testBrokenRecords(t *testing.T) {
 	eventually(t, 60*time.Second, "another plugin is ready", func() (bool, string) {
 		return w.livePlugin(t, badNode).UID != old.UID && w.readiness(t, badNode) == "ok", w.readiness(t, badNode)
 	})
-	log := w.logOf(t, badNode)
 	for kind, k := range kinds {
-		if !slices.ContainsFunc(strings.Split(log, "\n"), func(line string) bool {
-			return strings.Contains(line, "Failed to recover claim") && strings.Contains(line, w.uidOf(t, ns, kind)) &&
-				strings.Contains(line, k.says)
-		}) {
-			t.Errorf("the log does not say %q of the %s record", k.says, kind)
-		}
+		uid := w.uidOf(t, ns, kind)
+		eventually(t, 60*time.Second, fmt.Sprintf("the log says %q of the %s record", k.says, kind), func() (bool, string) {
+			log := w.logOf(t, badNode)
+			return slices.ContainsFunc(strings.Split(log, "\n"), func(line string) bool {
+				return strings.Contains(line, "its devices stay in use until it is unprepared") && strings.Contains(line, uid) &&
+					strings.Contains(line, k.says)
+			}), log
+		})
 	}
 	w.apply(t, ns, podOn("good-2", badNode))
 	w.running(t, ns, "good-2")

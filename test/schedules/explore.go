@@ -15,9 +15,8 @@ import (
 
 // explorer visits every state that a node with a few claims can reach. From each state it runs each
 // operation and interrupts it at each fault point with each fault. It also interleaves pairs of
-// operations of two plugin instances. Each operation runs in a process that has just started and
-// recovered nothing, so it knows the least that a process can know. Recovery is an operation of its
-// own.
+// operations of two plugin instances. Each operation runs in a process that has just started, so it
+// knows the least that a process can know.
 type explorer struct {
 	lockFile string
 	// templates are the kinds of the claims. Each gives one claim its allocation.
@@ -146,7 +145,6 @@ func (e *explorer) operations() []operation {
 	}
 	always := func(*schedule) bool { return true }
 	return append(all,
-		operation{"recover", always, func(s *schedule, p *process) { s.runTask(p, "recovers", p.Recover, func(error) {}) }},
 		operation{"reconcile", always, func(s *schedule, p *process) {
 			s.runTask(p, "reconciles", p.Reconcile, func(err error) {
 				if err == nil && len(s.living) == 1 {

@@ -182,7 +182,7 @@ func (s *policyRun) restart() {
 		s.violates("the plugin does not start: %v", err)
 		return
 	}
-	if err := s.plugin.Recover(s.plugin.ctx); err != nil {
+	if err := s.plugin.Reconcile(s.plugin.ctx); err != nil {
 		s.violates("the plugin does not recover: %v", err)
 	}
 	s.layouts = publish.NewLayouts(s.plugin, s, func() (device.Policies, bool) {

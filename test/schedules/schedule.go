@@ -105,7 +105,7 @@ func (s *schedule) background(work func() (then func())) {
 	synctest.Wait()
 }
 
-// start starts a new instance of the plugin, which recovers the node's state.
+// start starts a new instance of the plugin, which reconciles first.
 func (s *schedule) start() {
 	p := s.newProcess()
 	s.note("plugin %d starts", p.id)
@@ -113,7 +113,7 @@ func (s *schedule) start() {
 	s.background(func() func() {
 		err := p.open()
 		if err == nil {
-			err = p.Recover(p.ctx)
+			_ = p.Reconcile(p.ctx)
 		}
 		return func() {
 			p.running--

@@ -23,7 +23,7 @@ type PreparedDevice struct {
 }
 
 // PreparedClaims returns the records of the prepared claims. It leaves out unreadable records:
-// their claims' devices are unknown, and Recover reports them.
+// their claims' devices are unknown, and Reconcile reports them.
 func (l *Ledger) PreparedClaims() ([]checkpoint.Record, error) {
 	records, err := l.records.Readable()
 	if err != nil {

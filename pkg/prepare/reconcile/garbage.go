@@ -52,25 +52,28 @@ func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
 	return inParallel(all)
 }
 
-// collectRecordless cleans up after claims that have no record. It removes their CDI specs and
-// unfinished record files, and takes the claims off the lists of those that share a setting or
+// collectRecordless removes unfinished record files. It also cleans up after claims that have no
+// record: it removes their CDI specs, and takes them off the lists of those that share a setting or
 // daemon. For each claim it takes the claim's lock.
 func (rec *Reconciler) collectRecordless(ctx context.Context) error {
 	entries, err := rec.node.Records.List()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
-	traced, tracesErr := rec.findTraces()
+	unfinished, err := rec.node.Records.Unfinished()
+	if err != nil {
+		return cause.Wrap(cause.Record, err)
+	}
+	specified, specsErr := rec.node.Specs.Claims()
 	sharing, sharingErr := rec.claimsInHolders()
-	uids := slices.Concat(traced, sharing)
+	uids := slices.DeleteFunc(slices.Concat(specified, sharing), func(uid types.UID) bool { return hasRecord(entries, uid) })
+	uids = append(uids, unfinished...)
 	slices.Sort(uids)
 	var all []func() error
 	for _, uid := range slices.Compact(uids) {
-		if !hasRecord(entries, uid) {
-			all = append(all, func() error { return rec.removeRecordless(ctx, uid) })
-		}
+		all = append(all, func() error { return rec.removeLeftovers(ctx, uid) })
 	}
-	return errors.Join(tracesErr, sharingErr, inParallel(all))
+	return errors.Join(cause.Wrap(cause.Step, specsErr), sharingErr, inParallel(all))
 }
 
 // claimsInHolders returns the claims that share a setting, daemon or partition, according to the
@@ -96,12 +99,15 @@ func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid })
 }
 
-// removeRecordless removes what a claim without a record left. It does nothing if a call for the
-// claim is running, or if the claim has a record by now.
-func (rec *Reconciler) removeRecordless(ctx context.Context, uid types.UID) error {
+// removeLeftovers removes the claim's unfinished record file, and what the claim left if it has no
+// record. It does nothing if a call for the claim is running.
+func (rec *Reconciler) removeLeftovers(ctx context.Context, uid types.UID) error {
 	waiting, cancel := context.WithTimeout(ctx, tryWait)
 	defer cancel()
 	return rec.transaction.UnlessBusy(waiting, uid, func(*lock.Guard) error {
+		if err := rec.removeUnfinished(ctx, uid); err != nil {
+			return cause.Wrap(cause.Record, err)
+		}
 		entries, err := rec.node.Records.List()
 		if err != nil {
 			return cause.Wrap(cause.Record, err)
@@ -111,29 +117,28 @@ func (rec *Reconciler) removeRecordless(ctx context.Context, uid types.UID) erro
 		}
 		work, cancelWork := context.WithTimeout(ctx, steps.PeriodicTime+steps.AnswerTime)
 		defer cancelWork()
-		return errors.Join(rec.removeTraces(ctx, uid), rec.transaction.LeaveSharedSteps(work, uid))
+		return errors.Join(rec.removeSpec(ctx, uid), rec.transaction.LeaveSharedSteps(work, uid))
 	})
 }
 
-// removeTraces removes the CDI spec and the unfinished record file of a claim that has no record.
-// The caller holds the claim's lock.
-func (rec *Reconciler) removeTraces(ctx context.Context, uid types.UID) error {
-	withSpec, err := rec.node.Specs.Claims()
-	if err != nil {
-		return cause.Wrap(cause.Step, err)
-	}
+// removeUnfinished removes the claim's unfinished record file. The caller holds the claim's lock.
+func (rec *Reconciler) removeUnfinished(ctx context.Context, uid types.UID) error {
 	unfinished, err := rec.node.Records.Unfinished()
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
+	if err != nil || !slices.Contains(unfinished, uid) {
+		return err
 	}
-	if slices.Contains(unfinished, uid) {
-		if err := rec.node.Records.DiscardUnfinished(uid); err != nil {
-			return cause.Wrap(cause.Record, err)
-		}
-		rec.report(ctx, "unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid))
+	if err := rec.node.Records.DiscardUnfinished(uid); err != nil {
+		return err
 	}
-	if !slices.Contains(withSpec, uid) {
-		return nil
+	rec.report(ctx, "unfinished-write", "Removed unfinished claim record, left by a killed call", string(uid))
+	return nil
+}
+
+// removeSpec removes the CDI spec of a claim that has no record. The caller holds the claim's lock.
+func (rec *Reconciler) removeSpec(ctx context.Context, uid types.UID) error {
+	withSpec, err := rec.node.Specs.Claims()
+	if err != nil || !slices.Contains(withSpec, uid) {
+		return cause.Wrap(cause.Step, err)
 	}
 	if err := rec.node.Specs.RemoveClaim(uid); err != nil {
 		return cause.Wrap(cause.Step, err)

@@ -84,7 +84,7 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 	name := g.WholeName()
 	ctx, cancel := steps.WithTimeout(ctx, reconcileTime, 0)
 	defer cancel()
-	waiting, stop := context.WithTimeout(ctx, recoverWait)
+	waiting, stop := context.WithTimeout(ctx, busyWait)
 	defer stop()
 	locks, err := rec.locks.Acquire(waiting, name)
 	if prepare.IsBusy(err) {

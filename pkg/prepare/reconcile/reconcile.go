@@ -21,7 +21,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Reconciler repairs what no call of the kubelet repairs.
@@ -51,6 +50,11 @@ const (
 	// claim, because other claims wait for the GPU meanwhile. Without persistence mode each run of
 	// nvidia-smi takes a second or two, and setting a time slice needs four runs.
 	sharedCheckTime = 10 * time.Second
+	// busyWait limits how long Reconcile waits for a lock while another call is running. That call, or
+	// the kubelet's next one, takes care of the claim.
+	busyWait = 2 * time.Second
+	// tryWait limits the wait for a lock where the caller can skip a claim whose lock is busy.
+	tryWait = 10 * time.Millisecond
 )
 
 // Reconcile makes hardware and records agree, for every claim for which no call is running. It
@@ -96,7 +100,7 @@ func (rec *Reconciler) Reconcile(ctx context.Context) error {
 
 // reconcileClaim returns [prepare.ErrNotChecked] if it could not examine the claim's devices.
 func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid types.UID) error {
-	waiting, cancel := context.WithTimeout(ctx, recoverWait)
+	waiting, cancel := context.WithTimeout(ctx, busyWait)
 	defer cancel()
 	err := prepare.ErrNotChecked // stays so if another call has the claim's lock
 	if lockErr := rec.transaction.UnlessBusy(waiting, uid, func(locks *lock.Guard) error {
@@ -110,13 +114,10 @@ func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid
 
 func (rec *Reconciler) reconcileLocked(ctx context.Context, pass *steps.Pass, locks *lock.Guard, uid types.UID) error {
 	r, found, err := rec.node.Records.Load(uid)
-	var unreadable *statefile.UnreadableError
-	switch {
-	case errors.As(err, &unreadable):
-		return prepare.ErrNotChecked // Recover has reported the record, which stays until the claim is unprepared
-	case err != nil:
-		return cause.Wrap(cause.Record, err)
-	case !found:
+	if err != nil {
+		return cause.Errorf(cause.Record, "claim with UID %s: its devices stay in use until it is unprepared: %w", uid, err)
+	}
+	if !found {
 		return nil
 	}
 	most := reconcileTime
@@ -148,6 +149,10 @@ func (rec *Reconciler) reconcileLocked(ctx context.Context, pass *steps.Pass, lo
 	if err := rec.transaction.Revert(reverting, r); err != nil {
 		return err
 	}
-	rec.reportInterrupted(ctx, r)
+	what := "Rolled back interrupted preparation"
+	if r.State == checkpoint.Reverting {
+		what = "Finished interrupted unpreparation"
+	}
+	rec.report(ctx, "interrupted-claim", what, r.Namespace+"/"+r.Name)
 	return nil
 }
