@@ -9,9 +9,12 @@ import (
 )
 
 const (
-	// maxFindings is the maximum number of findings of one card. At this limit the monitor drops the
-	// mildest finding that needs no reset. If all need one, it merges further findings into one.
+	// maxFindings is the maximum number of findings of one card. At this limit the monitor merges
+	// further findings into one.
 	maxFindings = 64
+	// maxReports is the number of findings from which on the monitor drops those that do not affect
+	// the card's health. Applications can cause these, so they leave room for others.
+	maxReports = 32
 	// maxLevels is the part of maxFindings that is reserved for findings that come from queries, such
 	// as a pending row remap. There are fewer kinds of such findings than maxLevels.
 	maxLevels = 16
@@ -64,7 +67,11 @@ type card struct {
 
 // addFinding adds a new finding to the card. If the card already has a finding of this kind,
 // addFinding updates that finding and increases its count.
-func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
+func (m *Monitor) addFinding(c *card, f Finding, count int) {
+	f, ok := c.fit(f)
+	if !ok {
+		return
+	}
 	if old := c.find(f.key()); old != nil {
 		old.Count += uint64(max(count, 1))
 		if f.Last.After(old.Last) {
@@ -96,47 +103,23 @@ func (m *Monitor) addFinding(c *card, f Finding, count int, now time.Time) {
 			f.Since = other.Since
 		}
 	}
-	if m.ensureRoom(c, &f, now) {
-		c.Findings = append(c.Findings, &f)
-		m.recordChange(Change{Card: c.Card, Finding: f})
-	}
+	c.Findings = append(c.Findings, &f)
+	m.recordChange(Change{Card: c.Card, Finding: f})
 }
 
-// ensureRoom reports whether the finding f can be added to the card. If the card has too many
-// findings, it ends a milder one, or makes f the finding with manyCode, which stands for
-// several and for the whole card. Findings from queries (EndsByLevel) always fit, because they are
-// few.
-func (m *Monitor) ensureRoom(c *card, f *Finding, now time.Time) bool {
-	if f.Ends == EndsByLevel {
-		return true
-	}
-	events := 0
-	var mildest *Finding // the oldest of the mildest findings that need no reset
-	for _, o := range c.Findings {
-		if o.Ends != EndsByLevel {
-			events++
-		}
-		if o.Ends == EndsByTime && (mildest == nil || o.State < mildest.State) {
-			mildest = o
-		}
-	}
+// fit returns the finding f as the card can have it. If the card has many findings, fit drops f if f
+// does not affect the card's health, or else makes f the finding with manyCode, which stands for
+// several and for the whole card. Findings from queries (EndsByLevel) always fit, as they are few.
+func (c *card) fit(f Finding) (_ Finding, ok bool) {
 	switch {
-	case events < maxFindings-maxLevels-1:
-		return true
-	case mildest != nil && (f.Ends == EndsByReset || mildest.State < f.State):
-		m.endFindings(c, func(o *Finding) bool { return o == mildest }, "there is no room for more findings")
-		return true
-	case f.Ends == EndsByTime:
-		return false // the card has graver problems, or as many that are as grave
+	case f.Ends == EndsByLevel || c.find(f.key()) != nil || len(c.Findings) < maxReports:
+	case f.State == Healthy:
+		return f, false
+	case len(c.Findings) >= maxFindings-maxLevels-1:
+		f.Code, f.XID, f.Part = manyCode, 0, Part{}
+		f.Reason = "there are more kinds of errors than the plugin tracks"
 	}
-	f.Code, f.XID, f.Part = manyCode, 0, Part{}
-	f.Reason = "there are more kinds of errors than the plugin tracks"
-	if old := c.find(f.key()); old != nil {
-		old.Count++
-		old.Last, old.State = now, max(old.State, f.State)
-		return false
-	}
-	return true
+	return f, true
 }
 
 func (c *card) find(key string) *Finding {
@@ -181,7 +164,7 @@ func (m *Monitor) endCode(c *card, code, why string) bool {
 // lasts.
 func (m *Monitor) addLevel(c *card, f Finding, when time.Time) {
 	f.Ends, f.First, f.Last = EndsByLevel, when, when
-	m.addFinding(c, f, 1, when)
+	m.addFinding(c, f, 1)
 }
 
 // setLevel adds the finding f if present is true. Otherwise it ends the card's finding with f's
@@ -214,7 +197,7 @@ func (m *Monitor) applyEvent(c *card, e device.HealthEvent, now time.Time) {
 	state, ends := meaning.stateAndEnd()
 	m.addFinding(c, Finding{
 		Code: code, XID: e.XID, Part: m.partOf(e), State: state, Ends: ends, Reason: reason, Action: meaning.Action, First: at, Last: at,
-	}, e.Count, now)
+	}, e.Count)
 }
 
 // partOf returns the part of the card that the event is about. That is the whole card if the

@@ -432,3 +432,19 @@ func TestBurstIsBoundedInChangesAndMemory(t *testing.T) {
 		w.wantState(name, Unhealthy)
 	}
 }
+
+// Application errors, which anybody who uses the GPU can cause, must not widen another finding to
+// the whole GPU.
+func TestManyReportsLeaveRoomForFindings(t *testing.T) {
+	rules := Rules{}
+	for code := range uint64(100) {
+		rules[1000+code] = Reported
+	}
+	w := newTestMonitor(t, rules)
+	for code := range uint64(100) {
+		w.sendXIDOn(1000+code, 19, uint32(code%7), 1)
+	}
+	w.sendXIDOn(48, 19, 0, 1)
+	w.wantState(gpuName+"-mig-19-0", Unhealthy)
+	w.wantState(gpuName+"-mig-19-1", Healthy)
+}

@@ -175,6 +175,10 @@ func (m *Monitor) restoreFinding(c *card, f Finding, now time.Time) {
 	if !m.applyRules(&f) {
 		return
 	}
+	f, ok := c.fit(f)
+	if !ok {
+		return
+	}
 	if f.Last.After(c.lastQuery) {
 		c.lastQuery = f.Last // resets that later answers prove happened after this finding
 	}
@@ -186,9 +190,10 @@ func (m *Monitor) restoreFinding(c *card, f Finding, now time.Time) {
 		if f.Since.Before(known.Since) && f.State == known.State {
 			known.Since = f.Since
 		}
+		if f.Code == manyCode && f.State > known.State {
+			known.State, known.Ends = f.State, f.Ends
+		}
 		return
 	}
-	if m.ensureRoom(c, &f, now) {
-		c.Findings = append(c.Findings, &f)
-	}
+	c.Findings = append(c.Findings, &f)
 }
