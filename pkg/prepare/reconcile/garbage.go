@@ -32,24 +32,31 @@ func (rec *Reconciler) collectGarbage(ctx context.Context) error {
 // lists no claim any more, deletes unfinished files, and stops MPS daemons without a file. Unless a
 // file lists no claim, it spares what a claim's record names.
 func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
-	keys, err := rec.node.Records.Holders()
+	finished, err := rec.node.Records.Holders()
 	if err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
+	unfinished, err := rec.node.Records.UnfinishedHolders()
+	if err != nil {
+		return cause.Wrap(cause.Record, err)
+	}
+	daemons, daemonsErr := rec.runningDaemons(ctx)
+	keys := slices.Concat(finished, unfinished, daemons)
+	slices.Sort(keys)
 	var all []func() error
-	for _, key := range keys {
-		h, found, err := rec.node.Records.Holder(key)
-		if isUnreadable(found, err) {
+	for _, key := range slices.Compact(keys) {
+		switch h, found, err := rec.node.Records.Holder(key); {
+		case isUnreadable(found, err):
 			all = append(all, func() error { return rec.quarantineHolder(ctx, key, err) })
-			continue
-		}
-		if err == nil && found && len(h.Claims) == 0 {
+		case isAbsent(found, err):
+			all = append(all, func() error {
+				return rec.removeAbandoned(ctx, key, slices.Contains(unfinished, key), slices.Contains(daemons, key))
+			})
+		case err == nil && len(h.Claims) == 0:
 			all = append(all, func() error { return rec.finishUndo(ctx, key) })
 		}
 	}
-	all = append(all, func() error { return rec.stopLeftoverDaemons(ctx) },
-		func() error { return rec.removeUnfinishedHolders(ctx, keys) })
-	return inParallel(all)
+	return errors.Join(daemonsErr, inParallel(all))
 }
 
 // collectRecordless removes unfinished record files. It also cleans up after claims that have no
@@ -200,66 +207,39 @@ func (rec *Reconciler) finishUndo(ctx context.Context, key string) error {
 	return nil
 }
 
-// removeUnfinishedHolders removes files of shared settings that a killed call had not finished
-// writing. It skips the keys in "there": these have a finished file as well, and the claims in that
-// file remove both.
-func (rec *Reconciler) removeUnfinishedHolders(ctx context.Context, there []string) error {
-	keys, err := rec.node.Records.UnfinishedHolders()
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	var all []func() error
-	for _, key := range keys {
-		if !slices.Contains(there, key) {
-			all = append(all, func() error { return rec.removeUnfinishedHolder(ctx, key) })
+// removeAbandoned removes the unfinished file of a shared setting that a killed call left, and stops
+// an MPS daemon. Neither has a finished file with the claims that use it.
+func (rec *Reconciler) removeAbandoned(ctx context.Context, key string, unfinished, daemon bool) error {
+	return rec.cleanUnreferenced(ctx, key, isAbsent, func(work context.Context) error {
+		if unfinished {
+			if err := rec.node.Records.RemoveHolder(key); err != nil {
+				return cause.Wrap(cause.Record, err)
+			}
+			rec.report(ctx, "unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key)
 		}
-	}
-	return inParallel(all)
-}
-
-func (rec *Reconciler) removeUnfinishedHolder(ctx context.Context, key string) error {
-	return rec.cleanUnreferenced(ctx, key, isAbsent, func(context.Context) error {
-		if err := rec.node.Records.RemoveHolder(key); err != nil {
-			return cause.Wrap(cause.Record, err)
+		if daemon {
+			id, _ := steps.SplitKey(key)
+			if err := rec.node.MPS.Stop(work, id); err != nil {
+				return cause.OrStep(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
+			}
+			rec.report(ctx, "leftover-daemon", "Stopped leftover MPS daemon", id)
 		}
-		rec.report(ctx, "unfinished-write", "Removed unfinished file of a shared setting, left by a killed call", key)
 		return nil
 	})
 }
 
-// stopLeftoverDaemons stops MPS daemons that have no file with the claims that use them. Their
-// devices may go to other claims.
-func (rec *Reconciler) stopLeftoverDaemons(ctx context.Context) error {
+// runningDaemons returns the keys of the MPS daemons that run.
+func (rec *Reconciler) runningDaemons(ctx context.Context) (keys []string, _ error) {
 	work, cancel := context.WithTimeout(ctx, steps.PeriodicTime)
 	defer cancel()
 	running, err := rec.node.MPS.List(work)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
-		return nil // without a supervisor there is no daemon
+		return nil, nil // without a supervisor there is no daemon
 	}
-	if err != nil {
-		return cause.OrStep(err)
-	}
-	keys, err := rec.node.Records.Holders()
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	var all []func() error
 	for _, s := range running {
-		if id := s.Daemon.ID; !slices.Contains(keys, steps.SharedKey(id, steps.MPSDaemonKind)) {
-			all = append(all, func() error { return rec.stopLeftoverDaemon(ctx, id) })
-		}
+		keys = append(keys, steps.SharedKey(s.Daemon.ID, steps.MPSDaemonKind))
 	}
-	return inParallel(all)
-}
-
-func (rec *Reconciler) stopLeftoverDaemon(ctx context.Context, id string) error {
-	return rec.cleanUnreferenced(ctx, steps.SharedKey(id, steps.MPSDaemonKind), isAbsent, func(work context.Context) error {
-		if err := rec.node.MPS.Stop(work, id); err != nil {
-			return cause.OrStep(fmt.Errorf("stop leftover MPS daemon %s: %w", id, err))
-		}
-		rec.report(ctx, "leftover-daemon", "Stopped leftover MPS daemon", id)
-		return nil
-	})
+	return keys, cause.OrStep(err)
 }
 
 // cleanUnreferenced runs clean under the lock of the shared setting or daemon called key. It does

@@ -52,7 +52,7 @@ var mutants = []mutant{
 	{"a claim that is in use again is garbage collected", reconcileDir, "(*Reconciler).UnprepareOrphan", ignore{call{to: "confirm"}}},
 	{"a claim that lost its devices is not garbage collected", ledgerDir, "(*Ledger).OrphanReason", emptyRange{}},
 	{"a claim is taken for a deleted one of the same name", ledgerDir, "(*Ledger).OrphanReason", condition{"ClaimUID", false}},
-	{"unfinished files of holders stay", reconcileDir, "(*Reconciler).collectUnreferenced", skip{call{to: "removeUnfinishedHolders"}}},
+	{"unfinished files of holders stay", reconcileDir, "(*Reconciler).removeAbandoned", skip{call{to: "RemoveHolder"}}},
 	{"unfinished files of records stay", checkpointDir, "(*Store).DiscardUnfinished", condition{"unfinishedOf", false}},
 	{"the plugin's MIG mode is taken for an admin's", stepsDir, "(*MIGInstance).enableMIGMode", lastArgument{call{to: "Mark"}, `$ + "?"`}},
 	{"a GPU's drivers are not recorded before they change", stepsDir, "(*Passthrough).bind", skip{call{to: "Journal"}}},
