@@ -118,6 +118,7 @@ func (n *node) start(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	d, err := New(ctx, n.cfg, Parts{
 		Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: n.partitions, Metrics: metrics.New("test"),
+		Watch: watchNothing, StopWorkers: noWorkers,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -407,6 +408,7 @@ func TestFatalBackgroundErrorEndsRun(t *testing.T) {
 	d, err := New(t.Context(), n.cfg, Parts{
 		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
 		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+		Watch: watchNothing, StopWorkers: noWorkers,
 	})
 	if err != nil {
 		t.Fatal(err)

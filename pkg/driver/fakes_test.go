@@ -1,6 +1,8 @@
 package driver
 
 import (
+	"context"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -32,3 +34,12 @@ func snapshotOfHalves() inventory.Snapshot {
 		},
 	}}}}}
 }
+
+// watchNothing is a hardware watcher that runs and reports no event and no answer.
+func watchNothing(ctx context.Context, report func(device.Signal)) error {
+	report(device.Signal{Watcher: &device.WatcherState{Up: true, Events: true}})
+	<-ctx.Done()
+	return nil
+}
+
+func noWorkers(context.Context) error { return nil }

@@ -62,6 +62,7 @@ func (n *healthNode) startPlugin(t *testing.T) {
 			n.mu.Unlock()
 			return nil
 		},
+		StopWorkers: noWorkers,
 	})
 	if err != nil {
 		t.Fatal(err)

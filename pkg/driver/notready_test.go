@@ -288,6 +288,7 @@ func TestBaseSpecConditionClearsWhenSpecIsNotWritten(t *testing.T) {
 	d, err := New(t.Context(), n.cfg, Parts{
 		Client: n.client, StatusClient: n.client, Hardware: n.hardware(),
 		Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+		Watch: watchNothing, StopWorkers: noWorkers,
 	})
 	if err != nil {
 		t.Fatal(err)

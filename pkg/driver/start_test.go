@@ -48,6 +48,7 @@ func TestUnprepareIsServedWhileAPIServerStalls(t *testing.T) {
 		d, err := New(ctx, n.cfg, Parts{
 			Client: client, StatusClient: client, Hardware: n.hardware(),
 			Partitions: preparetest.NoPartitions{}, Metrics: metrics.New("test"),
+			Watch: watchNothing, StopWorkers: noWorkers,
 		})
 		if err == nil {
 			err = d.Run(ctx, n.probe)

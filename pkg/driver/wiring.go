@@ -87,14 +87,13 @@ type Parts struct {
 	Partitions steps.Partitions
 	// Binder binds GPUs to VFIO. Nil means that the node offers no GPU to virtual machines.
 	Binder steps.Binder
-	// StopWorkers ends the processes that partition GPUs once they are idle. Nil means that there are
-	// none.
+	// StopWorkers ends the processes that partition GPUs once they are idle.
 	StopWorkers func(ctx context.Context) error
 	// Supervisor starts and stops MPS control daemons. If it is nil, New uses the supervisor that runs
 	// on this node.
 	Supervisor Supervisor
 	// Watch watches the hardware and reports signals about its health until the context ends. If it
-	// returns an error, the hardware may still be open. Nil means that the driver watches no health.
+	// returns an error, the hardware may still be open.
 	Watch   func(ctx context.Context, report func(device.Signal)) error
 	Metrics *metrics.Metrics
 }

@@ -61,8 +61,7 @@ type Options struct {
 	StateDir string
 
 	Access *Access
-	// StopWorkers ends the processes that partition GPUs once they are idle. Nil means that there are
-	// none.
+	// StopWorkers ends the processes that partition GPUs once they are idle.
 	StopWorkers func(ctx context.Context) error
 	Readiness   Readiness
 	Reports     Reports
@@ -217,7 +216,7 @@ func (q *Quiescer) awaitReleased(ctx context.Context, ended <-chan struct{}, wat
 // awaitClosed waits until nothing uses the hardware, and stops the worker processes. It returns an
 // error that names what still blocks the release.
 func (q *Quiescer) awaitClosed(ctx context.Context) error {
-	if err := q.awaitUnused(ctx); err != nil || q.opts.StopWorkers == nil {
+	if err := q.awaitUnused(ctx); err != nil {
 		return err
 	}
 	ctx, stop := context.WithTimeoutCause(ctx, processExitTimeout, fmt.Errorf("it has not exited for %s", processExitTimeout))

@@ -81,8 +81,7 @@ type Options struct {
 	// InUse reports whether a claim has the GPU or a part of it.
 	InUse    func(gpu string) (bool, error)
 	Reporter Reporter
-	// Watch watches the hardware and reports signals until the context ends. Nil means that nothing
-	// watches the hardware. Then all devices are healthy.
+	// Watch watches the hardware and reports signals until the context ends.
 	Watch func(ctx context.Context, report func(device.Signal)) error
 }
 
@@ -128,10 +127,6 @@ func New(ctx context.Context, o Options) *Loop {
 		rules:   make(chan health.Rules, 1),
 		changed: make(chan struct{}), lastLent: map[device.PCIAddress]time.Time{},
 	}
-	if o.Watch == nil {
-		l.view.Store(&health.View{})
-		return l
-	}
 	l.monitor = health.New(nil, time.Now())
 	l.load(ctx)
 	l.syncCards()
@@ -163,7 +158,7 @@ func (l *Loop) setView(v *health.View) {
 
 // Stale reports whether the loop has not ticked for so long that its verdicts count as unknown.
 func (l *Loop) Stale(now time.Time) bool {
-	return l.opts.Watch != nil && now.Sub(time.Unix(0, l.lastTick.Load())) > staleAfter
+	return now.Sub(time.Unix(0, l.lastTick.Load())) > staleAfter
 }
 
 // SetLeader tells the loop whether this plugin instance is the leader.
@@ -217,9 +212,6 @@ func replaceLatest[T any](latest chan T, v T) {
 
 // Run evaluates signals until the context ends.
 func (l *Loop) Run(ctx context.Context) {
-	if l.opts.Watch == nil {
-		return
-	}
 	tick := time.NewTicker(tickInterval)
 	defer tick.Stop()
 	for {

@@ -282,16 +282,6 @@ func TestNodeAnnotationValidatesGPU(t *testing.T) {
 	})
 }
 
-func TestNodeWithoutWatcherHasNoVerdicts(t *testing.T) {
-	l := New(t.Context(), Options{StateDir: t.TempDir(), BootID: "boot"})
-	l.Run(t.Context())
-	gpu := readyWith("0000:1b:00.0").Node.GPUs[0].GPU
-	verdict := l.View().Of(gpu, device.Name{GPU: gpu.WholeName()})
-	if verdict.State != health.Healthy || l.Stale(time.Now()) || len(l.Missing(readyWith())) != 0 {
-		t.Errorf("%+v", l.View())
-	}
-}
-
 func TestLostGPUIsMissingUntilItIsUnplugged(t *testing.T) {
 	listed := readyWith("0000:43:00.0")
 	onBus, failed := readyWith("0000:43:00.0"), readyWith("0000:43:00.0")

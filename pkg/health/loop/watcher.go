@@ -10,12 +10,6 @@ import (
 // be called again, but not while it runs. An error means that the plugin may still have the GPUs
 // open. ctx ends when the plugin stops.
 func (l *Loop) Watcher(ctx context.Context) func(running context.Context) error {
-	if l.opts.Watch == nil {
-		return func(running context.Context) error {
-			<-running.Done()
-			return nil
-		}
-	}
 	return func(running context.Context) error {
 		return l.opts.Watch(running, func(s device.Signal) {
 			l.scanIfModeChanged(s.Condition)
