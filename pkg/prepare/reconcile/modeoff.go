@@ -22,13 +22,7 @@ import (
 // the driver treats the mode as the admin's from then on.
 func (rec *Reconciler) DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error) {
 	name := g.WholeName()
-	if ours, err := rec.modeIsOurs(name); !ours || err != nil {
-		return false, err // checked without a lock, as usually the mode is off or an admin enabled it
-	}
-	err := rec.runWhileIdle(ctx, g, func(work context.Context, state device.CardState) error {
-		if ours, err := rec.modeIsOurs(name); !ours || err != nil {
-			return err
-		}
+	err := rec.whileIdle(ctx, g, func(work context.Context, state device.CardState) error {
 		if len(state.MIG.Instances) > 0 {
 			return rec.yieldModeToAdmin(name, state.MIG.Instances)
 		}
@@ -60,28 +54,23 @@ func (rec *Reconciler) yieldModeToAdmin(gpu string, instances []device.Instance)
 func (rec *Reconciler) clearStaleMarks(ctx context.Context) error {
 	var all []func() error
 	for _, g := range rec.node.Hardware.Snapshot().Node.GPUs {
-		if g.MIG == nil || g.MIG.Enabled {
-			continue
-		}
-		name := g.WholeName()
-		if _, marked, err := rec.node.Records.Marked(name); err != nil {
-			all = append(all, func() error { return cause.Wrap(cause.Record, err) })
-		} else if marked {
-			// The inventory may be out of date. So runWhileIdle reads the hardware, and removes the GPU's
-			// mark only if MIG mode is off.
+		if g.MIG != nil && !g.MIG.Enabled { // the inventory may be out of date, so whileIdle reads the hardware
 			all = append(all, func() error {
-				return rec.runWhileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
+				return rec.whileIdle(ctx, g.GPU, func(context.Context, device.CardState) error { return nil })
 			})
 		}
 	}
 	return inParallel(all)
 }
 
-// runWhileIdle calls work with the state of the GPU, if its MIG mode is on. It does nothing while a
-// claim uses the GPU or another call has the GPU's lock. If MIG mode is off, it removes the mark
-// that says that this driver enabled the mode.
-func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
+// whileIdle calls work with the state of the GPU, if its MIG mode is on and this driver enabled it.
+// It does nothing while a claim uses the GPU or another call has the GPU's lock. If the mode is off
+// or another's, it removes the mark that says that this driver enabled the mode.
+func (rec *Reconciler) whileIdle(ctx context.Context, g device.GPU, work func(context.Context, device.CardState) error) error {
 	name := g.WholeName()
+	if _, marked, err := rec.node.Records.Marked(name); !marked || err != nil {
+		return cause.Wrap(cause.Record, err) // read without a lock, as usually the GPU has no mark
+	}
 	ctx, cancel := steps.WithTimeout(ctx, reconcileTime, 0)
 	defer cancel()
 	waiting, stop := context.WithTimeout(ctx, busyWait)
@@ -97,19 +86,17 @@ func (rec *Reconciler) runWhileIdle(ctx context.Context, g device.GPU, work func
 	if used, err := rec.ledger.InUse(name); used || err != nil {
 		return err
 	}
+	boot, marked, err := rec.node.Records.Marked(name)
+	if !marked || err != nil {
+		return cause.Wrap(cause.Record, err)
+	}
 	state, err := rec.node.Partitions.Look(ctx, g.Card())
-	if err == nil && state.MIG.Enabled {
+	switch {
+	case err != nil:
+	case state.MIG.Enabled && boot == rec.node.BootID:
 		err = work(ctx, state)
-	} else if err == nil {
-		err = rec.node.Records.Unmark(name)
+	default:
+		err = cause.Wrap(cause.Record, rec.node.Records.Unmark(name))
 	}
 	return cause.OrStep(err)
-}
-
-func (rec *Reconciler) modeIsOurs(gpu string) (bool, error) {
-	boot, marked, err := rec.node.Records.Marked(gpu)
-	if err != nil {
-		return false, cause.Wrap(cause.Record, err)
-	}
-	return marked && boot == rec.node.BootID, nil
 }
