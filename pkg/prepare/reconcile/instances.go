@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -19,34 +20,31 @@ import (
 func (rec *Reconciler) ForeignInstances(ctx context.Context, card device.Card, gpu string) (
 	instances, foreign []device.Instance, err error,
 ) {
-	instances, foreign, _, release, err := rec.findForeign(ctx, card, gpu)
-	if err != nil {
-		return nil, nil, err
-	}
-	release()
-	return instances, foreign, nil
+	err = rec.withOwners(ctx, card, gpu, func(all []device.Instance, owners *ledger.Owners) error {
+		instances = all
+		foreign = slices.DeleteFunc(slices.Clone(all), owners.Owns)
+		return nil
+	})
+	return instances, foreign, err
 }
 
-func (rec *Reconciler) findForeign(ctx context.Context, card device.Card, gpu string) (instances, foreign []device.Instance,
-	owners *ledger.Owners, release func(), err error) {
+// withOwners calls work with the GPU's MIG instances under the GPU's lock, and with their owners.
+func (rec *Reconciler) withOwners(ctx context.Context, card device.Card, gpu string,
+	work func(all []device.Instance, owners *ledger.Owners) error) error {
 	locks, err := rec.locks.Acquire(ctx, gpu)
 	if err != nil {
-		return nil, nil, nil, nil, prepare.LockError("another claim is being prepared or unprepared on the GPU", err)
+		return prepare.LockError("another claim is being prepared or unprepared on the GPU", err)
 	}
+	defer locks.Release()
 	state, err := rec.node.Partitions.Look(ctx, card)
-	if err == nil {
-		owners, err = rec.ledger.Owners(gpu)
-	}
 	if err != nil {
-		locks.Release()
-		return nil, nil, nil, nil, cause.OrStep(err)
+		return cause.OrStep(err)
 	}
-	for _, in := range state.MIG.Instances {
-		if !owners.Owns(in) {
-			foreign = append(foreign, in)
-		}
+	owners, err := rec.ledger.Owners(gpu)
+	if err != nil {
+		return err
 	}
-	return state.MIG.Instances, foreign, owners, locks.Release, nil
+	return work(state.MIG.Instances, owners)
 }
 
 // Adopt removes the GPU's MIG instances that this driver did not create and that no claim uses. The
@@ -55,23 +53,20 @@ func (rec *Reconciler) findForeign(ctx context.Context, card device.Card, gpu st
 func (rec *Reconciler) Adopt(ctx context.Context, card device.Card, gpu string) error {
 	work, cancel := steps.WithTimeout(ctx, steps.PeriodicTime, 0)
 	defer cancel()
-	_, foreign, owners, release, err := rec.findForeign(work, card, gpu)
-	if err != nil {
-		return err
-	}
-	defer release()
-	var errs []error
-	for _, in := range foreign {
-		if owners.InUse(in) {
-			continue
+	return rec.withOwners(work, card, gpu, func(all []device.Instance, owners *ledger.Owners) error {
+		var errs []error
+		for _, in := range all {
+			if owners.Owns(in) || owners.InUse(in) {
+				continue
+			}
+			if err := rec.node.Partitions.Destroy(work, card, in); err != nil {
+				errs = append(errs, fmt.Errorf("remove %s, which this driver did not create, from %s (policy adopt): %w",
+					steps.DescribeInstances(in), gpu, err))
+				continue
+			}
+			klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
+				"gpu", gpu, "instance", steps.DescribeInstances(in))
 		}
-		if err := rec.node.Partitions.Destroy(work, card, in); err != nil {
-			errs = append(errs, fmt.Errorf("remove %s, which this driver did not create, from %s (policy adopt): %w",
-				steps.DescribeInstances(in), gpu, err))
-			continue
-		}
-		klog.FromContext(ctx).Info("Removed MIG instance that this driver did not create (policy adopt)",
-			"gpu", gpu, "instance", steps.DescribeInstances(in))
-	}
-	return cause.OrStep(errors.Join(errs...))
+		return cause.OrStep(errors.Join(errs...))
+	})
 }
