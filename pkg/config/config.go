@@ -87,9 +87,6 @@ func (c *Config) Validate() error {
 	if _, _, err := net.SplitHostPort(c.HTTPAddress); c.HTTPAddress != "" && err != nil {
 		wrong("http-address", "%q is not host:port: %w", c.HTTPAddress, err)
 	}
-	if err := c.Settings.Validate(); err != nil {
-		wrong("settings", "%w", err)
-	}
 	for label := range strings.SplitSeq(c.ReleaseLabels, ",") {
 		for _, msg := range utilvalidation.IsQualifiedName(label) {
 			if c.ReleaseLabels != "" {

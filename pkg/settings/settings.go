@@ -76,9 +76,7 @@ func (d Document) Passes() bool {
 // Of returns the values of the configuration with this name.
 func (d Document) Of(name string) Values { return d.Configurations[name].over(d.Values) }
 
-// Validate returns an error that names each invalid field of the document.
-func (d Document) Validate() error { return d.validate().ToAggregate() }
-
+// validate returns an error for each invalid field of the document.
 func (d Document) validate() field.ErrorList {
 	_, all := d.compile(nil)
 	at := field.NewPath("configurations")
