@@ -107,8 +107,8 @@ func (m *Monitor) addFinding(c *card, f Finding, count int) {
 	m.recordChange(Change{Card: c.Card, Finding: f})
 }
 
-// fit returns the finding f as the card can have it. If the card has many findings, fit drops f if f
-// does not affect the card's health, or else makes f the finding with manyCode, which stands for
+// fit returns the finding f as the card can have it. If the card has many findings, fit drops f if
+// f does not affect the card's health, or else makes f the finding with manyCode, which stands for
 // several and for the whole card. Findings from queries (EndsByLevel) always fit, as they are few.
 func (c *card) fit(f Finding) (_ Finding, ok bool) {
 	switch {

@@ -207,8 +207,8 @@ func (rec *Reconciler) finishUndo(ctx context.Context, key string) error {
 	return nil
 }
 
-// removeAbandoned removes the unfinished file of a shared setting that a killed call left, and stops
-// an MPS daemon. Neither has a finished file with the claims that use it.
+// removeAbandoned removes the unfinished file of a shared setting that a killed call left, and
+// stops an MPS daemon. Neither has a finished file with the claims that use it.
 func (rec *Reconciler) removeAbandoned(ctx context.Context, key string, unfinished, daemon bool) error {
 	return rec.cleanUnreferenced(ctx, key, isAbsent, func(work context.Context) error {
 		if unfinished {
