@@ -46,10 +46,11 @@ func (s *schedule) uids() []types.UID {
 	return uids
 }
 
-// onlyUnreadable reports whether err has nothing but records that cannot be read.
+// onlyUnreadable reports whether err, from a reconciliation, has nothing but claims' records that
+// cannot be read.
 func onlyUnreadable(err error) bool {
 	return err == nil || !slices.ContainsFunc(strings.Split(err.Error(), "\n"), func(line string) bool {
-		return !strings.Contains(line, "is unreadable")
+		return !strings.Contains(line, "its devices stay in use until it is unprepared")
 	})
 }
 
