@@ -105,14 +105,15 @@ func (s *schedule) background(work func() (then func())) {
 	synctest.Wait()
 }
 
-// start starts a new instance of the plugin, which reconciles first.
+// start starts a new instance of the plugin. Half of them reconcile before the kubelet calls them.
 func (s *schedule) start() {
 	p := s.newProcess()
 	s.note("plugin %d starts", p.id)
 	p.running++
+	reconciles := s.chance(50)
 	s.background(func() func() {
 		err := p.open()
-		if err == nil {
+		if err == nil && reconciles {
 			_ = p.Reconcile(p.ctx)
 		}
 		return func() {
