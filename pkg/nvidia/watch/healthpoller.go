@@ -106,22 +106,22 @@ func (p *healthPoller) open() (nvml.Device, error) {
 	return handle, nil
 }
 
-// query runs call. The parameter what names it in errors. answered is false for an unsupported
-// call, which is no error. function is the NVML function that an old driver's library may lack. It
-// is empty if call looks for it itself.
-func (p *healthPoller) query(what, function string, call func() nvml.Return) (answered bool, err error) {
+// query returns what call read, nil for an unsupported call, which is no error. The parameter what
+// names it in errors. function is the NVML function that an old driver's library may lack. It is
+// empty if call looks for it itself.
+func query[T any](p *healthPoller, what, function string, call func() (T, nvml.Return)) (*T, error) {
 	if function != "" && !nvmlx.Has(p.lib, function) {
-		return false, nil
+		return nil, nil
 	}
-	ret := call()
+	value, ret := call()
 	p.progress()
 	if ret == nvml.SUCCESS {
-		return true, nil
+		return &value, nil
 	}
 	if isUnsupported(ret) {
-		return false, nil
+		return nil, nil
 	}
-	return false, fmt.Errorf("read its %s: %w", what, nvmlx.ToError(ret))
+	return nil, fmt.Errorf("read its %s: %w", what, nvmlx.ToError(ret))
 }
 
 // isUnsupported reports whether ret means that the card or its driver does not support the query.
@@ -148,65 +148,49 @@ var recoveryActions = map[uint32]device.RecoveryAction{
 // recovery returns the recovery action that the driver recommends. The action is unknown on drivers
 // before 565, because they lack this field.
 func (p *healthPoller) recovery(handle nvml.Device) (device.RecoveryAction, error) {
-	values := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
-	answered, err := p.query("recovery action", "nvmlDeviceGetFieldValues", func() nvml.Return {
+	value, err := query(p, "recovery action", "nvmlDeviceGetFieldValues", func() (uint32, nvml.Return) {
+		values := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
 		if ret := handle.GetFieldValues(values); ret != nvml.SUCCESS {
-			return ret
+			return 0, ret
 		}
-		return nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
+		// The value is the first four bytes of the union, in little-endian order, as on every machine
+		// with NVIDIA GPUs.
+		return binary.LittleEndian.Uint32(values[0].Value[:]), nvml.Return(values[0].NvmlReturn) //nolint:gosec // NVML's own number
 	})
-	if !answered {
+	if value == nil {
 		return device.RecoveryUnknown, err
 	}
-	// The value is the first four bytes of the union, in little-endian order, as on every machine
-	// with NVIDIA GPUs.
-	if action, known := recoveryActions[binary.LittleEndian.Uint32(values[0].Value[:])]; known {
+	if action, known := recoveryActions[*value]; known {
 		return action, nil
 	}
 	return device.RecoveryOther, nil
 }
 
 // remap reads the state of bad memory. Ampere and later cards remap rows, older cards retire pages.
-func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) error {
-	answered, err := p.query("row remapping", "nvmlDeviceGetRemappedRows", func() nvml.Return {
+func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) (err error) {
+	c.Remap, err = query(p, "row remapping", "nvmlDeviceGetRemappedRows", func() (device.Remap, nvml.Return) {
 		_, _, pending, failed, ret := handle.GetRemappedRows()
-		if ret == nvml.SUCCESS {
-			c.Remap = &device.Remap{Pending: pending, Failed: failed}
-		}
-		return ret
+		return device.Remap{Pending: pending, Failed: failed}, ret
 	})
-	if answered || err != nil {
+	if c.Remap != nil || err != nil {
 		return err
 	}
-	_, err = p.query("page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() nvml.Return {
+	c.Remap, err = query(p, "page retirement", "nvmlDeviceGetRetiredPagesPendingStatus", func() (device.Remap, nvml.Return) {
 		pending, ret := handle.GetRetiredPagesPendingStatus()
-		if ret == nvml.SUCCESS {
-			c.Remap = &device.Remap{Pending: pending == nvml.FEATURE_ENABLED}
-		}
-		return ret
+		return device.Remap{Pending: pending == nvml.FEATURE_ENABLED}, ret
 	})
 	return err
 }
 
-func (p *healthPoller) eccErrors(handle nvml.Device, c *device.Condition) error {
-	_, err := p.query("ECC errors", "nvmlDeviceGetTotalEccErrors", func() nvml.Return {
-		count, ret := handle.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
-		if ret == nvml.SUCCESS {
-			c.Uncorrected = &count
-		}
-		return ret
+func (p *healthPoller) eccErrors(handle nvml.Device, c *device.Condition) (err error) {
+	c.Uncorrected, err = query(p, "ECC errors", "nvmlDeviceGetTotalEccErrors", func() (uint64, nvml.Return) {
+		return handle.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 	})
 	return err
 }
 
-func (p *healthPoller) energy(handle nvml.Device, c *device.Condition) error {
-	_, err := p.query("energy", "nvmlDeviceGetTotalEnergyConsumption", func() nvml.Return {
-		used, ret := handle.GetTotalEnergyConsumption()
-		if ret == nvml.SUCCESS {
-			c.EnergyMillijoules = &used
-		}
-		return ret
-	})
+func (p *healthPoller) energy(handle nvml.Device, c *device.Condition) (err error) {
+	c.EnergyMillijoules, err = query(p, "energy", "nvmlDeviceGetTotalEnergyConsumption", handle.GetTotalEnergyConsumption)
 	return err
 }
 
@@ -217,18 +201,18 @@ var fabricStates = map[uint8]device.FabricState{
 
 // fabric reads the state of the card's NVLink fabric into c, if the card has one. A card in MIG
 // mode has left the fabric, which is no fault, so fabric then sets FabricNotUsed.
-func (p *healthPoller) fabric(handle nvml.Device, c *device.Condition) error {
-	_, err := p.query("fabric state", "", func() nvml.Return {
+func (p *healthPoller) fabric(handle nvml.Device, c *device.Condition) (err error) {
+	c.Fabric, err = query(p, "fabric state", "", func() (device.Fabric, nvml.Return) {
 		state, status, ret := nvmlx.FabricInfo(p.lib, handle)
 		known, is := fabricStates[state]
-		if ret != nvml.SUCCESS || !is {
-			return ret
+		if ret == nvml.SUCCESS && !is {
+			ret = nvml.ERROR_NOT_SUPPORTED // no fabric, or a state of a newer driver
 		}
-		c.Fabric = &device.Fabric{State: known}
-		if err := nvmlx.ToError(status); known == device.FabricCompleted && err != nil {
-			c.Fabric.Error = err.Error()
+		fabric := device.Fabric{State: known}
+		if failed := nvmlx.ToError(status); known == device.FabricCompleted && failed != nil {
+			fabric.Error = failed.Error()
 		}
-		return ret
+		return fabric, ret
 	})
 	if (c.Fabric == nil || c.Fabric.State != device.FabricCompleted) && c.MIG != nil && c.MIG.Enabled {
 		c.Fabric = &device.Fabric{State: device.FabricNotUsed}
