@@ -1,6 +1,7 @@
 package scan
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -30,10 +31,7 @@ func LinkDeviceNodes(p nvidia.Paths, n nvidia.Node, dir string) error {
 	var errs []error
 	visible := p.Mapper()
 	for _, node := range nodes {
-		hostPath := node.HostPath
-		if hostPath == "" {
-			hostPath = node.Path
-		}
+		hostPath := cmp.Or(node.HostPath, node.Path)
 		errs = append(errs, linkDeviceNode(dir, visible(hostPath), hostPath))
 	}
 	minors := capabilityMinors(n)

@@ -1,11 +1,14 @@
 package scan
 
 import (
+	"cmp"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -14,6 +17,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
@@ -40,7 +44,8 @@ func (s scanner) confine(e edits) error {
 			}
 		}
 	}
-	majors := kernelMajors(s.paths.Proc)
+	listed, _ := host.Majors(s.paths)
+	majors := slices.Collect(maps.Values(listed))
 	for _, n := range e.DeviceNodes {
 		if err := s.checkNode(n, majors); err != nil {
 			return err
@@ -102,11 +107,8 @@ func inDriverDirs(p nvidia.Paths, path string) bool {
 	return false
 }
 
-func (s scanner) checkNode(n *specs.DeviceNode, majors map[uint32]bool) error {
-	path := n.HostPath
-	if path == "" {
-		path = n.Path
-	}
+func (s scanner) checkNode(n *specs.DeviceNode, majors []uint32) error {
+	path := cmp.Or(n.HostPath, n.Path)
 	info, err := os.Lstat(path)
 	if err != nil {
 		return fmt.Errorf("stat device node %s: %w", s.paths.Host(path), err)
@@ -130,13 +132,13 @@ const (
 // checkNumber returns an error if number belongs to no NVIDIA device, or for a DRM device's name to
 // no DRM device, or if its minor number does not fit the name of the device node. majors are
 // NVIDIA's major numbers. If they are unknown, as in a sandbox, every number is accepted.
-func checkNumber(name string, number uint64, majors map[uint32]bool) error {
+func checkNumber(name string, number uint64, majors []uint32) error {
 	if len(majors) == 0 {
 		return nil
 	}
 	major, minor := unix.Major(number), unix.Minor(number)
 	m := numbered.FindStringSubmatch(name)
-	if graphics := m != nil && m[1] != "nvidia"; graphics && major != majorDRM || !graphics && !majors[major] {
+	if graphics := m != nil && m[1] != "nvidia"; graphics && major != majorDRM || !graphics && !slices.Contains(majors, major) {
 		return fmt.Errorf("its number %d:%d does not belong to the NVIDIA driver", major, minor)
 	}
 	want := minor
@@ -153,25 +155,4 @@ func checkNumber(name string, number uint64, majors map[uint32]bool) error {
 		return fmt.Errorf("its number %d:%d does not match its name", major, minor)
 	}
 	return nil
-}
-
-// kernelMajors returns the major numbers of NVIDIA drivers in the kernel's list of character
-// devices, /proc/devices. The result is empty if the list cannot be read.
-func kernelMajors(proc string) map[uint32]bool {
-	data, err := os.ReadFile(filepath.Join(proc, "devices"))
-	if err != nil {
-		return nil
-	}
-	characters, _, _ := strings.Cut(string(data), "Block devices:")
-	majors := map[uint32]bool{}
-	for line := range strings.Lines(characters) {
-		fields := strings.Fields(line)
-		if len(fields) != 2 || !strings.HasPrefix(fields[1], "nvidia") {
-			continue
-		}
-		if n, err := strconv.ParseUint(fields[0], 10, 12); err == nil {
-			majors[uint32(n)] = true
-		}
-	}
-	return majors
 }

@@ -2,8 +2,10 @@ package scan
 
 import (
 	"encoding/json"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -11,6 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 )
@@ -164,7 +168,11 @@ func TestDeviceNodeNumberMatchesName(t *testing.T) {
 	h := nvidiatest.NewHost(t)
 	h.File("proc/devices", "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n226 drm\n510 nvidia-uvm\n\n"+
 		"Block devices:\n  8 sd\n259 nvidia-block\n")
-	majors := kernelMajors(h.Paths().Proc)
+	listed, err := host.Majors(h.Paths())
+	if err != nil {
+		t.Fatal(err)
+	}
+	majors := slices.Collect(maps.Values(listed))
 	for _, c := range []struct {
 		name         string
 		major, minor uint32
@@ -192,7 +200,8 @@ func TestDeviceNodeNumberMatchesName(t *testing.T) {
 			t.Errorf("%s %d:%d: %v", c.name, c.major, c.minor, err)
 		}
 	}
-	if err := checkNumber("nvidia0", unix.Mkdev(0, 0), kernelMajors(filepath.Join(h.Root, "nowhere"))); err != nil {
+	unreadable, _ := host.Majors(nvidia.Paths{Proc: filepath.Join(h.Root, "nowhere")})
+	if err := checkNumber("nvidia0", unix.Mkdev(0, 0), slices.Collect(maps.Values(unreadable))); err != nil {
 		t.Errorf("without a list of numbers: %v", err)
 	}
 }

@@ -1,6 +1,7 @@
 package scan
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"path/filepath"
@@ -136,10 +137,7 @@ func (p pinned) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
 // edits.
 func (s scanner) tidy(e edits) edits {
 	for _, n := range e.DeviceNodes {
-		visible := n.HostPath
-		if visible == "" {
-			visible = n.Path
-		}
+		visible := cmp.Or(n.HostPath, n.Path)
 		n.Path = s.withoutDevRoot(n.Path)
 		if n.HostPath = s.paths.Host(visible); n.HostPath == n.Path {
 			n.HostPath = ""

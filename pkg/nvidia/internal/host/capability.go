@@ -136,17 +136,34 @@ func (c capability) make(root string, major uint32) error {
 
 // CapabilityMajor returns the major number that all capability device nodes have.
 func CapabilityMajor(p nvidia.Paths) (uint32, error) {
-	path := filepath.Join(p.Proc, "devices")
-	data, err := os.ReadFile(path)
+	majors, err := Majors(p)
 	if err != nil {
 		return 0, fmt.Errorf("find the major number of nvidia-caps: %w", err)
 	}
-	for line := range strings.Lines(string(data)) {
-		if fields := strings.Fields(line); len(fields) == 2 && fields[1] == "nvidia-caps" {
-			if n, err := strconv.ParseUint(fields[0], 10, 12); err == nil {
-				return uint32(n), nil
-			}
+	major, listed := majors["nvidia-caps"]
+	if !listed {
+		return 0, fmt.Errorf("find the major number of nvidia-caps: %s does not list it", filepath.Join(p.Proc, "devices"))
+	}
+	return major, nil
+}
+
+// Majors returns the major numbers of NVIDIA drivers by their names in the kernel's list of
+// character devices, /proc/devices.
+func Majors(p nvidia.Paths) (map[string]uint32, error) {
+	data, err := os.ReadFile(filepath.Join(p.Proc, "devices"))
+	if err != nil {
+		return nil, err
+	}
+	characters, _, _ := strings.Cut(string(data), "Block devices:")
+	majors := map[string]uint32{}
+	for line := range strings.Lines(characters) {
+		fields := strings.Fields(line)
+		if len(fields) != 2 || !strings.HasPrefix(fields[1], "nvidia") {
+			continue
+		}
+		if n, err := strconv.ParseUint(fields[0], 10, 12); err == nil {
+			majors[fields[1]] = uint32(n)
 		}
 	}
-	return 0, fmt.Errorf("find the major number of nvidia-caps: %s does not list it", path)
+	return majors, nil
 }
