@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -29,22 +31,17 @@ const (
 // AwaitAccess returns the device nodes of a bound GPU as soon as they exist. With preferIOMMUFD
 // these are those of iommufd, if the kernel has it. sysfs and dev are where the caller sees the
 // host's /sys and /dev.
-func AwaitAccess(ctx context.Context, sysfs, dev string, gpu device.PCIAddress, preferIOMMUFD bool) (Access, error) {
+func AwaitAccess(ctx context.Context, sysfs, dev string, gpu device.PCIAddress, preferIOMMUFD bool) (a Access, err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, nodeLimit, fmt.Errorf("not within %s", nodeLimit))
 	defer cancel()
-	poll := time.NewTicker(nodePoll)
-	defer poll.Stop()
-	for {
-		a, err := access(sysfs, dev, gpu, preferIOMMUFD)
-		if err == nil {
-			return a, nil
-		}
-		select {
-		case <-poll.C:
-		case <-ctx.Done():
-			return a, fmt.Errorf("wait for the VFIO device nodes of %s: %w (%w)", gpu, err, context.Cause(ctx))
-		}
+	waited := wait.PollUntilContextCancel(ctx, nodePoll, true, func(context.Context) (bool, error) {
+		a, err = access(sysfs, dev, gpu, preferIOMMUFD)
+		return err == nil, nil
+	})
+	if waited != nil {
+		return a, fmt.Errorf("wait for the VFIO device nodes of %s: %w (%w)", gpu, err, context.Cause(ctx))
 	}
+	return a, nil
 }
 
 func access(sysfs, dev string, gpu device.PCIAddress, preferIOMMUFD bool) (Access, error) {
