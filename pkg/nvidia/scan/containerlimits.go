@@ -1,13 +1,13 @@
 package scan
 
 import (
-	"errors"
-	"os"
 	"path/filepath"
 	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
 // memoryLimitsFunction exists in drivers from r615 (CUDA 13.4). These drivers account device memory
@@ -35,22 +35,15 @@ func ownGroup(proc, root string) string {
 	if root == "" || unix.Statfs(root, &mount) != nil || mount.Type != unix.CGROUP2_SUPER_MAGIC {
 		return ""
 	}
-	group, err := groupBelow(proc, root)
-	if err != nil {
-		return ""
-	}
-	return group
+	return groupBelow(proc, root)
 }
 
-func groupBelow(proc, root string) (string, error) {
-	data, err := os.ReadFile(filepath.Join(proc, "self", "cgroup"))
-	if err != nil {
-		return "", err
-	}
-	for line := range strings.Lines(string(data)) {
+func groupBelow(proc, root string) string {
+	groups := hostfile.ReadTrimmed(filepath.Join(proc, "self", "cgroup"))
+	for line := range strings.Lines(groups) {
 		if path, unified := strings.CutPrefix(strings.TrimSpace(line), "0::"); unified {
-			return filepath.Join(root, filepath.Clean("/"+path)), nil
+			return filepath.Join(root, filepath.Clean("/"+path))
 		}
 	}
-	return "", errors.New("no cgroup v2 group")
+	return ""
 }

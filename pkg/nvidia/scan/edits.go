@@ -74,12 +74,10 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 	}
 	own = s.tidy(own)
 	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
-	for _, n := range own.DeviceNodes {
-		if n.Path == want {
-			return own, nil
-		}
+	if !slices.ContainsFunc(own.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == want }) {
+		return edits{}, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found", want)
 	}
-	return edits{}, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found", want)
+	return own, nil
 }
 
 func (s scanner) generator(library pinned) (nvcdi.Interface, error) {

@@ -55,8 +55,7 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	if g.PCIAddress, err = pciAddress(card); err != nil {
 		return nil, err
 	}
-	address := g.PCIAddress
-	r.address.Store(&address)
+	r.address.Store(new(g.PCIAddress))
 	r.answered()
 	if g.ProductName, ret = card.GetName(); ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read the product name: %w", nvmlx.ToError(ret))
@@ -153,13 +152,9 @@ func identity(card nvlib.Device, g *device.GPU, progress func()) error {
 	progress()
 	g.Architecture = orUnknown(card.GetArchitectureAsString())
 	progress()
-	if capability, err := card.GetCudaComputeCapabilityAsString(); err == nil {
-		g.CUDAComputeCapability = capability
-	}
+	g.CUDAComputeCapability, _ = card.GetCudaComputeCapabilityAsString()
 	progress()
-	if mode, err := card.GetAddressingModeAsString(); err == nil {
-		g.AddressingMode = mode
-	}
+	g.AddressingMode, _ = card.GetAddressingModeAsString()
 	return nil
 }
 
@@ -212,8 +207,7 @@ func locate(sysfs string, g *device.GPU) {
 		g.PCIeRoot = *a.Value.StringValue
 	}
 	if a, err := deviceattribute.GetNUMANodeAttributeByPCIBusID(string(g.PCIAddress), deviceattribute.ScalarAttribute, fs); err == nil {
-		node := int(*a.Value.IntValue)
-		g.NUMANode = &node
+		g.NUMANode = new(int(*a.Value.IntValue))
 	}
 }
 

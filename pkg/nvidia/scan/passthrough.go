@@ -1,11 +1,11 @@
 package scan
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -50,22 +50,19 @@ const coherent = "ATS"
 // whose sysfs files block, because an unbind hangs, delays no other GPU.
 func readPassthrough(ctx context.Context, p nvidia.Paths) []device.GPU {
 	onBus, _ := host.GPUs(p.Sysfs) // if sysfs cannot be read, no GPU can be passed on
-	read := make(chan device.GPU, len(onBus))
-	for _, address := range onBus {
-		go func() {
+	all := make([]device.GPU, len(onBus))
+	var reading sync.WaitGroup
+	for i, address := range onBus {
+		reading.Go(func() {
 			what := "sysfs for " + string(address)
 			g, err := nvmlx.Bounded(ctx, nvmlx.CallLimit, what, func() (device.GPU, error) { return passthroughOf(p, address) })
 			if err != nil {
 				g = device.GPU{PCIAddress: address, NoPassthrough: err.Error()}
 			}
-			read <- g
-		}()
+			all[i] = g
+		})
 	}
-	all := make([]device.GPU, len(onBus))
-	for i := range all {
-		all[i] = <-read
-	}
-	slices.SortFunc(all, func(a, b device.GPU) int { return cmp.Compare(a.PCIAddress, b.PCIAddress) })
+	reading.Wait()
 	return all
 }
 

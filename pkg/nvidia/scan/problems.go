@@ -53,10 +53,7 @@ func distinct(gpus []nvidia.GPU, problems []nvidia.Problem) ([]nvidia.GPU, []nvi
 // address and only one such card is left, explain sets that card's address instead. If this is
 // ambiguous, explain leaves those cards out.
 func explain(sysfs string, listed map[device.PCIAddress]bool, problems []nvidia.Problem) []nvidia.Problem {
-	onBus, err := host.GPUs(sysfs)
-	if err != nil {
-		return problems // without sysfs, the problems stay as they are
-	}
+	onBus, _ := host.GPUs(sysfs) // without sysfs, the problems stay as they are
 	var nameless []int
 	for i, p := range problems {
 		if p.PCIAddress == "" {
