@@ -120,7 +120,7 @@ func (w *watchServer) run(ctx context.Context) error {
 	w.began = time.Now()
 	tick := time.NewTicker(w.order.Interval)
 	defer tick.Stop()
-	ours, foreign := w.addresses()
+	ours, foreign := w.order.addresses()
 	for _, a := range ours {
 		w.watch(ctx, a)
 	}
@@ -141,15 +141,15 @@ func (w *watchServer) run(ctx context.Context) error {
 	}
 }
 
-// addresses lists the cards on the PCI bus that this child may watch. ours are bound to NVIDIA's
+// addresses lists the cards on the PCI bus that the child may watch. ours are bound to NVIDIA's
 // driver or to none, foreign to another driver.
-func (w *watchServer) addresses() (ours, foreign []device.PCIAddress) {
-	onBus, _ := host.GPUs(w.order.Paths.Sysfs) // the plugin does not start without a readable bus
+func (o watchOrder) addresses() (ours, foreign []device.PCIAddress) {
+	onBus, _ := host.GPUs(o.Paths.Sysfs) // the plugin does not start without a readable bus
 	for _, a := range onBus {
-		if len(w.order.Only) > 0 && !slices.Contains(w.order.Only, a) || slices.Contains(w.order.Except, a) {
+		if len(o.Only) > 0 && !slices.Contains(o.Only, a) || slices.Contains(o.Except, a) {
 			continue
 		}
-		if driver := host.Driver(w.order.Paths.Sysfs, a); driver != "" && driver != nvidiaDriver {
+		if driver := host.Driver(o.Paths.Sysfs, a); driver != "" && driver != nvidiaDriver {
 			foreign = append(foreign, a)
 		} else {
 			ours = append(ours, a)
@@ -161,11 +161,7 @@ func (w *watchServer) addresses() (ours, foreign []device.PCIAddress) {
 // dropForeign stops watching the cards that are now bound to another kernel driver, and reports
 // each of them once as ReachNotOurs.
 func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
-	for a := range w.foreign {
-		if !slices.Contains(foreign, a) {
-			delete(w.foreign, a)
-		}
-	}
+	maps.DeleteFunc(w.foreign, func(a device.PCIAddress, _ bool) bool { return !slices.Contains(foreign, a) })
 	for _, a := range foreign {
 		if w.foreign[a] {
 			continue
@@ -185,7 +181,7 @@ func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
 // present at its start. If it does not know a new card, watchNewCards returns an error, so that a
 // new child process restarts NVML.
 func (w *watchServer) watchNewCards(ctx context.Context) error {
-	ours, foreign := w.addresses()
+	ours, foreign := w.order.addresses()
 	w.dropForeign(foreign)
 	for _, a := range ours {
 		if w.cards[a] != nil {

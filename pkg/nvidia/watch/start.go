@@ -8,7 +8,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 )
 
@@ -72,15 +71,8 @@ func (w *watcher) cards() []device.PCIAddress {
 	if w.only != "" {
 		return []device.PCIAddress{w.only}
 	}
-	sysfs := w.options.Paths.WithDefaults().Sysfs
-	found, err := host.GPUs(sysfs)
-	if err != nil {
-		return nil
-	}
-	return slices.DeleteFunc(found, func(a device.PCIAddress) bool {
-		driver := host.Driver(sysfs, a)
-		return driver != "" && driver != nvidiaDriver || slices.Contains(w.apart, a)
-	})
+	ours, _ := watchOrder{Paths: w.options.Paths, Except: w.apart}.addresses()
+	return ours
 }
 
 // hiddenNodes lists the device nodes of the cards that c excludes. They must be hidden, because
@@ -93,6 +85,5 @@ func (w *watcher) hiddenNodes(c *exclusion.Coverage) []string {
 	for _, e := range c.Except {
 		hidden[fmt.Sprintf("nvidia%d", e.Minor)] = true
 	}
-	devRoot := w.options.Paths.WithDefaults().DeviceRoot()
-	return onecard.Others(devRoot, func(name string) bool { return !hidden[name] })
+	return onecard.Others(w.options.Paths.DeviceRoot(), func(name string) bool { return !hidden[name] })
 }

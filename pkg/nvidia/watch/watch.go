@@ -111,6 +111,7 @@ func newWatcher(o Options, emit func(device.Signal)) *watcher {
 	if o.Interval <= 0 {
 		o.Interval = DefaultInterval
 	}
+	o.Paths = o.Paths.WithDefaults()
 	w := &watcher{options: o, wedged: nvmlx.CallLimit, uuids: map[device.PCIAddress]string{}, answered: lastAnswers{}}
 	w.emit = func(s device.Signal) {
 		w.emitting.Lock()
