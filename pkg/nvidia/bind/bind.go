@@ -206,12 +206,10 @@ func (s *slot) awaitGone(ctx context.Context, o order) error {
 	if s.process == nil {
 		return nil
 	}
-	limit := time.NewTimer(child.KillLimit)
-	defer limit.Stop()
 	select {
 	case <-s.process.Gone:
 		return nil
-	case <-limit.C:
+	case <-time.After(child.KillLimit):
 	case <-ctx.Done():
 	}
 	return s.hangs(o, "nothing was done")

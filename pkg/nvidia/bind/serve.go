@@ -1,7 +1,6 @@
 package bind
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -146,14 +145,14 @@ func (o order) checkIdle(b vfio.Binding) error {
 
 // awaitIdle waits until no process has a card of NVIDIA's driver open, at most idleLimit.
 func (o order) awaitIdle(ctx context.Context) (err error) {
-	waited := wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
+	_ = wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
 		err = nil
 		if host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
 			err = o.checkIdle(vfio.Binding{Address: o.Card})
 		}
 		return err == nil, nil
 	})
-	return cmp.Or(err, waited) // of the last attempt, if there was one
+	return err // of the last attempt
 }
 
 // nodes returns the device nodes through which processes use the card now: that of NVIDIA's driver,
@@ -170,9 +169,9 @@ func (o order) nodes() (host.DeviceNodes, error) {
 // the driver has taken it, and only then does NVIDIA's driver list the card (drivers/base/dd.c,
 // really_probe).
 func (o order) awaitNodes(ctx context.Context) (nodes host.DeviceNodes, err error) {
-	waited := wait.PollUntilContextTimeout(ctx, idlePoll, listLimit, true, func(context.Context) (bool, error) {
+	_ = wait.PollUntilContextTimeout(ctx, idlePoll, listLimit, true, func(context.Context) (bool, error) {
 		nodes, err = o.nodes()
 		return err == nil, nil
 	})
-	return nodes, cmp.Or(err, waited)
+	return nodes, err
 }

@@ -85,8 +85,7 @@ func (w *watcher) startReplacement(ctx context.Context) starting {
 // replaceLimit has passed, or when ctx ends. The err of the result says why the replacement cannot
 // take over.
 func (r replacement) await(ctx context.Context) replacement {
-	limit := time.NewTimer(replaceLimit)
-	defer limit.Stop()
+	limit := time.After(replaceLimit)
 	for {
 		select {
 		case s := <-r.child.Messages:
@@ -97,7 +96,7 @@ func (r replacement) await(ctx context.Context) replacement {
 		case <-r.child.Ended:
 			r.err = r.child.failure()
 			return r
-		case <-limit.C:
+		case <-limit:
 			if len(r.signals) == 0 {
 				r.err = fmt.Errorf("NVML has not started after %s", replaceLimit)
 			}

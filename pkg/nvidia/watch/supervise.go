@@ -104,8 +104,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 // again.
 func (w *watcher) drainAndKill(child *watchChild, epoch string) {
 	child.Dismiss()
-	limit := time.NewTimer(drainLimit)
-	defer limit.Stop()
+	limit := time.After(drainLimit)
 	for {
 		select {
 		case s := <-child.Messages:
@@ -114,7 +113,7 @@ func (w *watcher) drainAndKill(child *watchChild, epoch string) {
 			}
 			continue
 		case <-child.Ended:
-		case <-limit.C:
+		case <-limit:
 		}
 		child.Kill()
 		return

@@ -72,8 +72,7 @@ func (x *Set) Exclude(ctx context.Context, card device.PCIAddress, minor int) (r
 // AwaitWatch returns when a watcher process receives the card's events, when watchLimit has passed,
 // or when ctx ends. This wait keeps the watcher from missing the first fault of a Pod on this card.
 func (x *Set) AwaitWatch(ctx context.Context, card device.PCIAddress) {
-	limit := time.NewTimer(watchLimit)
-	defer limit.Stop()
+	limit := time.After(watchLimit)
 	for {
 		changed, watched := x.watched(card)
 		if watched {
@@ -81,7 +80,7 @@ func (x *Set) AwaitWatch(ctx context.Context, card device.PCIAddress) {
 		}
 		select {
 		case <-changed:
-		case <-limit.C:
+		case <-limit:
 			return
 		case <-ctx.Done():
 			return

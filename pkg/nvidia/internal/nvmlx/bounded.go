@@ -55,10 +55,8 @@ func BoundedWhile[T any](
 
 // Sleep waits for pause or until ctx ends. It returns false if ctx has ended.
 func Sleep(ctx context.Context, pause time.Duration) bool {
-	timer := time.NewTimer(pause)
-	defer timer.Stop()
 	select {
-	case <-timer.C:
+	case <-time.After(pause):
 		return true
 	case <-ctx.Done():
 		return false
