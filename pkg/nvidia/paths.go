@@ -1,6 +1,7 @@
 package nvidia
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -69,10 +70,7 @@ func (p Paths) WithDefaults() Paths {
 }
 
 func cleanOr(path, otherwise string) string {
-	if path == "" {
-		path = otherwise
-	}
-	return filepath.Clean(path)
+	return filepath.Clean(cmp.Or(path, otherwise))
 }
 
 // DeviceRoot returns the directory whose subdirectory dev has the driver's device nodes. It is

@@ -1,6 +1,7 @@
 package bind
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -63,9 +64,7 @@ type slot struct {
 // New returns a Binder.
 func New(o Options) *Binder {
 	o.Paths = o.Paths.WithDefaults()
-	if o.Dev == "" {
-		o.Dev = "/dev"
-	}
+	o.Dev = cmp.Or(o.Dev, "/dev")
 	return &Binder{options: o}
 }
 
