@@ -213,9 +213,9 @@ func sameClient(a, b steps.MPSClient) bool {
 }
 
 func replacedError(d checkpoint.Device, now string) error {
-	return cause.Permanent(cause.Errorf(cause.Device,
+	return cause.Errorf(cause.Device,
 		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced: delete the claim's Pods",
-		d.Request, d.Device, d.GPUUUID, now))
+		d.Request, d.Device, d.GPUUUID, now)
 }
 
 // sameDevice reports whether old and now are the same device of the allocation. It ignores GPU

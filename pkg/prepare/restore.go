@@ -85,8 +85,8 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 	}
 	ours, err := p.adoptSteps(pl, r)
 	if err == nil && !ours {
-		err = cause.Permanent(errors.New("another version of the driver recorded steps that this one would not take: " +
-			"install that version, or delete the claim's Pods"))
+		err = errors.New("another version of the driver recorded steps that this one would not take: " +
+			"install that version, or delete the claim's Pods")
 	}
 	if err != nil {
 		return nil, false, cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)

@@ -63,20 +63,6 @@ func Of(err error) Cause {
 	return Other
 }
 
-// permanentError is an error that no retry can fix, because an operator must act first.
-type permanentError struct{ error }
-
-func (e *permanentError) Unwrap() error { return e.error }
-
-// Permanent marks err as an error that no retry can fix, because an operator must act first.
-func Permanent(err error) error { return &permanentError{err} }
-
-// IsPermanent reports whether err, or an error that it wraps, was marked by Permanent.
-func IsPermanent(err error) bool {
-	p := new(permanentError)
-	return errors.As(err, &p)
-}
-
 // maxMessage is how many bytes of an error the driver returns to the kubelet. The kubelet adds its
 // own text and reports both as an Event, whose message can have 1024 bytes.
 const maxMessage = 900

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
 // kinds has a constructor for each kind of step that a claim's record can have. Never remove a
@@ -63,12 +62,12 @@ func decodeStep[S Step](constructors []func() S, stored checkpoint.Step) (none S
 			continue
 		}
 		if err := json.Unmarshal(stored.Params, step); err != nil {
-			return step, cause.Permanent(fmt.Errorf("step %q of the record: %w", stored.Kind, err))
+			return step, fmt.Errorf("step %q of the record: %w", stored.Kind, err)
 		}
 		return step, nil
 	}
-	return none, cause.Permanent(fmt.Errorf("another version of the driver recorded step %q, and this version cannot revert it: "+
-		"install that version again", stored.Kind))
+	return none, fmt.Errorf("another version of the driver recorded step %q, and this version cannot revert it: "+
+		"install that version again", stored.Kind)
 }
 
 // ResetToDefault resets the GPU setting, or stops the MPS daemon, that the key of a shared step
