@@ -40,8 +40,8 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 			}
 		}
 		for _, e := range others {
-			conflict, conflicts := findConflict(pl.requests[i], e.Devices)
-			if !conflicts && !e.Inexact() {
+			conflict := findConflict(pl.requests[i], e.Devices)
+			if conflict == "" && !e.Inexact() {
 				continue
 			}
 			holder, found, err := p.node.Records.Load(e.ClaimUID)
@@ -49,9 +49,9 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 				return inUnknownUseError(d, conflictProblem(d, conflict), e.ClaimUID, err)
 			}
 			if e.Inexact() {
-				conflict, conflicts = findConflict(pl.requests[i], holder.OccupiedDevices())
+				conflict = findConflict(pl.requests[i], holder.OccupiedDevices())
 			}
-			if found && conflicts {
+			if found && conflict != "" {
 				return &heldError{inUseError(d, conflictProblem(d, conflict), holder), []checkpoint.HolderClaim{holderClaim(holder)}}
 			}
 		}
@@ -124,20 +124,18 @@ func conflictProblem(d checkpoint.Device, conflict string) string {
 }
 
 // findConflict returns the first name in occupied of a device that cannot be used together with the
-// requested one, and true if there is one. A name that this version cannot parse comes from a later
-// version of the driver, and counts as occupying the whole GPU.
-func findConflict(req deviceRequest, occupied []string) (string, bool) {
-	i := slices.IndexFunc(occupied, func(h string) bool {
+// requested one, or "". A name that this version cannot parse comes from a later version of the
+// driver, and counts as occupying the whole GPU.
+func findConflict(req deviceRequest, occupied []string) string {
+	for _, h := range occupied {
 		if h != req.name.GPU && !strings.HasPrefix(h, req.name.GPU+"-") {
-			return false
+			continue
 		}
-		name, known := device.ParseName(h)
-		return !known || device.Conflict(req.name, name, req.gpu)
-	})
-	if i < 0 {
-		return "", false
+		if name, known := device.ParseName(h); !known || device.Conflict(req.name, name, req.gpu) {
+			return h
+		}
 	}
-	return occupied[i], true
+	return ""
 }
 
 // prepareAfterConflict waits for the claims that "refused", the error of the last attempt, names.
