@@ -13,33 +13,24 @@ import (
 // changes no hardware. The caller holds the GPUs' locks and has called checkConflicts.
 func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *plan) error {
 	creators := map[string]steps.Creator{}
-	for i := range pl.requests {
-		req, d := &pl.requests[i], pl.record.Devices[i]
-		req.creator, req.existing = nil, nil
-		if req.name.Partition == nil || d.AdminAccess {
-			continue
-		}
-		if req.creator = creators[d.Device]; req.creator != nil {
-			continue // another share of the same partition
-		}
-		if err := p.resolvePartition(ctx, env, req); err != nil {
-			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
-		}
-		if req.creator != nil {
-			creators[d.Device] = req.creator
-			pl.steps = append(pl.steps, req.creator)
-		}
-	}
-	for i := range pl.requests {
-		req, d := &pl.requests[i], pl.record.Devices[i]
-		if req.name.Partition == nil || !d.AdminAccess {
-			continue
-		}
-		if req.creator = creators[d.Device]; req.creator != nil {
-			continue
-		}
-		if err := p.resolveAdmin(ctx, env, req); err != nil {
-			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
+	// Requests with admin access come last, because they can use the partitions of the others.
+	for _, admin := range []bool{false, true} {
+		for i := range pl.requests {
+			req, d := &pl.requests[i], pl.record.Devices[i]
+			if req.name.Partition == nil || d.AdminAccess != admin {
+				continue
+			}
+			req.existing = nil
+			if req.creator = creators[d.Device]; req.creator != nil {
+				continue // another request has the same partition
+			}
+			if err := p.resolvePartition(ctx, env, req, admin); err != nil {
+				return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
+			}
+			if req.creator != nil {
+				creators[d.Device] = req.creator
+				pl.steps = append(pl.steps, req.creator)
+			}
 		}
 	}
 	return nil
@@ -70,9 +61,10 @@ func (p *Preparer) leaveMIGMode(ctx context.Context, env *steps.Env, g device.GP
 }
 
 // resolvePartition finds the partition for the request: one that other claims already share, or one
-// that an admin created. Otherwise it plans a step that creates the partition.
-func (p *Preparer) resolvePartition(ctx context.Context, env *steps.Env, req *deviceRequest) error {
-	if req.name.Share {
+// that an admin created. Otherwise it plans a step that creates the partition. For admin access it
+// only finds an existing partition, whichever claim uses it.
+func (p *Preparer) resolvePartition(ctx context.Context, env *steps.Env, req *deviceRequest, admin bool) error {
+	if req.name.Share && !admin {
 		joined, err := steps.JoinInstance(p.node.Records, p.node.BootID, req.name, req.gpu.Card(), req.gpu.Minor)
 		if err != nil {
 			return err
@@ -86,7 +78,14 @@ func (p *Preparer) resolvePartition(ctx context.Context, env *steps.Env, req *de
 	if err != nil {
 		return err
 	}
-	if !found {
+	switch {
+	case admin && !found:
+		return cause.Errorf(cause.Device, "device %s does not exist now, and admin access does not create it: it exists while a claim uses it",
+			req.name)
+	case admin:
+		req.existing, err = findPartition(req.name, in)
+		return err
+	case !found:
 		m, err := p.planInstance(req, state)
 		if err != nil {
 			return err
@@ -109,21 +108,6 @@ func (p *Preparer) resolvePartition(ctx context.Context, env *steps.Env, req *de
 		return cause.Errorf(cause.NotReady,
 			"device %s: %s appeared at its placement, which no claim of this driver created: the claim can use it as it is once the inventory has "+
 				"seen it, within seconds", req.name, steps.DescribeInstances(in))
-	}
-	req.existing, err = findPartition(req.name, in)
-	return err
-}
-
-// resolveAdmin finds the existing MIG instance for a request with admin access, whichever claim
-// uses it.
-func (p *Preparer) resolveAdmin(ctx context.Context, env *steps.Env, req *deviceRequest) error {
-	_, in, found, err := p.instanceAtPlace(ctx, env, req)
-	if err != nil {
-		return err
-	}
-	if !found {
-		return cause.Errorf(cause.Device, "device %s does not exist now, and admin access does not create it: it exists while a claim uses it",
-			req.name)
 	}
 	req.existing, err = findPartition(req.name, in)
 	return err
