@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
@@ -56,9 +57,7 @@ func (c *chooser) WatchFile(ctx context.Context) {
 		return
 	}
 	var last []byte
-	tick := time.NewTicker(settingsInterval)
-	defer tick.Stop()
-	for {
+	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		raw, err := os.ReadFile(c.file)
 		if err != nil {
 			c.warn(fmt.Errorf("read the settings: %w", err))
@@ -66,12 +65,7 @@ func (c *chooser) WatchFile(ctx context.Context) {
 			last = raw
 			c.setFile(ctx, raw)
 		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-	}
+	}, settingsInterval)
 }
 
 // setFile puts the content of a new settings file in force.

@@ -10,6 +10,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // supervisorGrace is how long the MPS supervisor may be absent before an Event says so. The
@@ -19,7 +20,7 @@ const supervisorGrace = time.Minute
 // daemonReports shows admins the node's MPS daemons, and tells them if the MPS supervisor is absent
 // although claims need it. Only one goroutine may use it.
 type daemonReports struct {
-	supervisor Supervisor
+	supervisor steps.Daemons
 	metrics    *metrics.Metrics
 	events     *events.Recorder
 	// fractionsOffered reports whether the node offers MPS shares with a limited part of a GPU's

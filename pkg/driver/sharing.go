@@ -13,25 +13,17 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 // mpsTimeout limits calls to the MPS supervisor outside Prepare and Unprepare.
 const mpsTimeout = 5 * time.Second
 
-// Supervisor starts and stops MPS control daemons. It runs in a Pod of its own.
-type Supervisor interface {
-	Start(ctx context.Context, d mps.Daemon) error
-	Stop(ctx context.Context, id string) error
-	List(ctx context.Context) ([]mps.Status, error)
-}
-
-var _ Supervisor = &mps.Client{}
-
 // nodeSupervisor wraps the client of this node's MPS supervisor. Start measures how long daemons
 // take to start. If the supervisor is gone, Stop removes the daemon's files itself, so that claims
 // can be unprepared.
 type nodeSupervisor struct {
-	Supervisor
+	steps.Daemons
 	paths   mps.Paths
 	proc    string // the node's /proc
 	metrics *metrics.Metrics
@@ -39,13 +31,13 @@ type nodeSupervisor struct {
 
 func (s nodeSupervisor) Start(ctx context.Context, d mps.Daemon) error {
 	start := time.Now()
-	err := s.Supervisor.Start(ctx, d)
+	err := s.Daemons.Start(ctx, d)
 	s.metrics.MPSStart(time.Since(start), err != nil)
 	return err
 }
 
 func (s nodeSupervisor) Stop(ctx context.Context, id string) error {
-	err := s.Supervisor.Stop(ctx, id)
+	err := s.Daemons.Stop(ctx, id)
 	if absent := new(mps.NotRunningError); errors.As(err, &absent) {
 		return supervisor.Forget(ctx, s.paths, s.proc, id)
 	}

@@ -101,7 +101,7 @@ func TestUninstallStopsMPSDaemons(t *testing.T) {
 	if _, err := os.Stat(paths.Root()); !os.IsNotExist(err) {
 		t.Errorf("%s: %v", paths.Root(), err)
 	}
-	node.Supervisor = mps.NewClient(paths)
+	node.Daemons = mps.NewClient(paths)
 	if err := node.StopAll(t.Context()); err != nil {
 		t.Errorf("without a supervisor: %v", err)
 	}
@@ -116,7 +116,7 @@ func TestStopDaemonWithoutSupervisor(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	s := nodeSupervisor{Supervisor: mps.NewClient(paths), paths: paths, proc: "/proc"}
+	s := nodeSupervisor{Daemons: mps.NewClient(paths), paths: paths, proc: "/proc"}
 	if err := s.Stop(t.Context(), "a"); err != nil {
 		t.Error(err)
 	}

@@ -17,25 +17,19 @@ import (
 // removeStaleSockets removes the sockets of plugin instances that were killed, because the kubelet
 // would keep dialing them. It keeps sockets that accept connections.
 func removeStaleSockets(ctx context.Context, pluginDir, registrarDir string) error {
+	// The only error of Glob is an invalid pattern.
+	serving, _ := filepath.Glob(filepath.Join(pluginDir, "dra*.sock"))
+	registering, _ := filepath.Glob(filepath.Join(registrarDir, DriverName+"-*reg.sock"))
 	var errs []error
-	for _, pattern := range []string{
-		filepath.Join(pluginDir, "dra*.sock"),
-		filepath.Join(registrarDir, DriverName+"-*reg.sock"),
-	} {
-		paths, err := filepath.Glob(pattern)
-		if err != nil {
-			return fmt.Errorf("find stale sockets %s: %w", pattern, err)
+	for _, path := range append(serving, registering...) {
+		if !isStale(ctx, path) {
+			continue
 		}
-		for _, path := range paths {
-			if !isStale(ctx, path) {
-				continue
-			}
-			if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				errs = append(errs, fmt.Errorf("remove stale socket of a killed instance: %w", err))
-				continue
-			}
-			klog.FromContext(ctx).Info("Removed stale socket of a killed instance", "path", path)
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, fmt.Errorf("remove stale socket of a killed instance: %w", err))
+			continue
 		}
+		klog.FromContext(ctx).Info("Removed stale socket of a killed instance", "path", path)
 	}
 	return errors.Join(errs...)
 }

@@ -90,8 +90,8 @@ type Parts struct {
 	// StopWorkers ends the processes that partition GPUs once they are idle.
 	StopWorkers func(ctx context.Context) error
 	// Supervisor starts and stops MPS control daemons. If it is nil, New uses the supervisor that runs
-	// on this node.
-	Supervisor Supervisor
+	// in a Pod of its own on this node.
+	Supervisor steps.Daemons
 	// Watch watches the hardware and reports signals about its health until the context ends. If it
 	// returns an error, the hardware may still be open.
 	Watch   func(ctx context.Context, report func(device.Signal)) error
