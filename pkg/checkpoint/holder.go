@@ -105,34 +105,19 @@ func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 
 // Holders lists the keys of all shared settings, daemons and partitions that have a file.
 func (s *Store) Holders() ([]string, error) {
-	names, err := s.disk.ReadDir(s.holders)
-	if err != nil {
-		return nil, fmt.Errorf("list the files of shared settings: %w", err)
-	}
-	var keys []string
-	for _, name := range names {
-		if key, ok := strings.CutSuffix(name, suffix); ok && !strings.HasPrefix(key, ".") {
-			keys = append(keys, key)
-		}
-	}
-	slices.Sort(keys)
-	return keys, nil
+	return list(s, s.holders, "the files of shared settings", func(name string) (string, bool) {
+		key, ok := strings.CutSuffix(name, suffix)
+		return key, ok && !strings.HasPrefix(key, ".")
+	})
 }
 
 // UnfinishedHolders lists the keys for which an interrupted [Store.SaveHolder] left a temporary
 // file. A complete file may exist for the same key.
 func (s *Store) UnfinishedHolders() ([]string, error) {
-	names, err := s.disk.ReadDir(s.holders)
-	if err != nil {
-		return nil, fmt.Errorf("list the unfinished files of shared settings: %w", err)
-	}
-	var keys []string
-	for _, name := range names {
-		if base, unfinished := durable.Unfinished(name); unfinished {
-			keys = append(keys, strings.TrimSuffix(base, suffix))
-		}
-	}
-	return keys, nil
+	return list(s, s.holders, "the unfinished files of shared settings", func(name string) (string, bool) {
+		base, unfinished := durable.Unfinished(name)
+		return strings.TrimSuffix(base, suffix), unfinished
+	})
 }
 
 // RemoveHolder deletes the file of the shared setting, daemon or partition with this key, and the

@@ -76,30 +76,32 @@ func Open(dir string, disk durable.FS) (*Store, error) {
 type Entry struct {
 	ClaimUID types.UID
 	Devices  []string
-	overflow bool
-	file     string
+	// Inexact means that the names of the claim's devices were too long for the file name. Then
+	// Devices is empty, and only the record itself lists the devices.
+	Inexact bool
+	file    string
 }
 
-// Inexact reports whether the names of the claim's devices were too long for the file name. If so,
-// Devices is empty, and only the record itself lists the devices.
-func (e Entry) Inexact() bool { return e.overflow }
+// list returns what parse finds in the names of the files in dir, sorted by these names. It skips
+// names for which parse returns false. what describes the files in an error.
+func list[T any](s *Store, dir, what string, parse func(name string) (T, bool)) ([]T, error) {
+	names, err := s.disk.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("list %s: %w", what, err)
+	}
+	slices.Sort(names)
+	var all []T
+	for _, name := range names {
+		if parsed, ok := parse(name); ok {
+			all = append(all, parsed)
+		}
+	}
+	return all, nil
+}
 
 // List returns an entry for each record, from the file names alone and sorted by them. It ignores
 // files that are not records.
-func (s *Store) List() ([]Entry, error) {
-	names, err := s.disk.ReadDir(s.claims)
-	if err != nil {
-		return nil, fmt.Errorf("list the records: %w", err)
-	}
-	slices.Sort(names)
-	var entries []Entry
-	for _, name := range names {
-		if e, ok := parseFileName(name); ok {
-			entries = append(entries, e)
-		}
-	}
-	return entries, nil
-}
+func (s *Store) List() ([]Entry, error) { return list(s, s.claims, "the records", parseFileName) }
 
 // listClaim lists the records of one claim.
 func (s *Store) listClaim(uid types.UID) ([]Entry, error) {
@@ -118,7 +120,7 @@ func parseFileName(name string) (Entry, bool) {
 	}
 	e := Entry{ClaimUID: types.UID(parts[0]), Devices: parts[1:], file: name}
 	if slices.Equal(e.Devices, []string{allDevices}) {
-		e.Devices, e.overflow = nil, true
+		e.Devices, e.Inexact = nil, true
 	}
 	return e, true
 }
@@ -250,17 +252,7 @@ func (s *Store) quarantineFile(path, name string) (string, error) {
 
 // Unfinished lists the claims for which an interrupted [Store.Save] left a temporary file.
 func (s *Store) Unfinished() ([]types.UID, error) {
-	names, err := s.disk.ReadDir(s.claims)
-	if err != nil {
-		return nil, fmt.Errorf("list unfinished records: %w", err)
-	}
-	var uids []types.UID
-	for _, name := range names {
-		if uid, ok := unfinishedOf(name); ok {
-			uids = append(uids, uid)
-		}
-	}
-	return uids, nil
+	return list(s, s.claims, "unfinished records", unfinishedOf)
 }
 
 // DiscardUnfinished removes the temporary files that interrupted calls of [Store.Save] left for a

@@ -57,7 +57,7 @@ func fileOf(t *testing.T, s *Store, r Record) string {
 	t.Helper()
 	entries, err := s.List()
 	for _, e := range entries {
-		if e.ClaimUID == r.ClaimUID && (e.Inexact() || slices.Equal(e.Devices, r.OccupiedDevices())) {
+		if e.ClaimUID == r.ClaimUID && (e.Inexact || slices.Equal(e.Devices, r.OccupiedDevices())) {
 			return filepath.Join(claims, e.file)
 		}
 	}
@@ -95,7 +95,7 @@ func TestRecordRoundTrip(t *testing.T) {
 }
 
 func holds(e Entry, device string) bool {
-	return e.Inexact() || slices.Contains(e.Devices, device)
+	return e.Inexact || slices.Contains(e.Devices, device)
 }
 
 func TestFileNameListsDevices(t *testing.T) {
@@ -130,7 +130,7 @@ func TestFileNameListsDevices(t *testing.T) {
 				t.Fatal(entries, err)
 			}
 			e := entries[0]
-			if e.ClaimUID != uid || e.Inexact() != c.inexact {
+			if e.ClaimUID != uid || e.Inexact != c.inexact {
 				t.Errorf("%+v", e)
 			}
 			for _, g := range c.holds {

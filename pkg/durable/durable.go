@@ -225,22 +225,18 @@ func (e *UntrustedError) Error() string {
 // CheckDir checks that path is a directory and no symlink, belongs to this process's user, and is
 // writable by no other user. If not, it returns an [*UntrustedError]. If path is missing, it
 // returns the file system's error.
-func CheckDir(path string) error {
-	info, err := os.Lstat(path)
-	if err != nil {
-		return err
-	}
-	return checkTrusted(path, info, fs.ModeDir)
-}
+func CheckDir(path string) error { return check(path, fs.ModeDir) }
 
 // CheckFile checks a file as [CheckDir] checks a directory. It is for files that root runs or whose
 // content root acts on.
-func CheckFile(path string) error {
+func CheckFile(path string) error { return check(path, 0) }
+
+func check(path string, want fs.FileMode) error {
 	info, err := os.Lstat(path)
 	if err != nil {
 		return err
 	}
-	return checkTrusted(path, info, 0)
+	return checkTrusted(path, info, want)
 }
 
 // checkTrusted returns an [*UntrustedError] unless path is of the wanted type, belongs to this

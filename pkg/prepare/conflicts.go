@@ -41,14 +41,14 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 		}
 		for _, e := range others {
 			conflict := findConflict(pl.requests[i], e.Devices)
-			if conflict == "" && !e.Inexact() {
+			if conflict == "" && !e.Inexact {
 				continue
 			}
 			holder, found, err := p.node.Records.Load(e.ClaimUID)
 			if err != nil {
 				return inUnknownUseError(d, conflictProblem(d, conflict), e.ClaimUID, err)
 			}
-			if e.Inexact() {
+			if e.Inexact {
 				conflict = findConflict(pl.requests[i], holder.OccupiedDevices())
 			}
 			if found && conflict != "" {
@@ -66,7 +66,7 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 	d := pl.record.Devices[i]
 	var holders []checkpoint.Record
 	for _, e := range others {
-		if !e.Inexact() && !slices.Contains(e.Devices, d.Device) {
+		if !e.Inexact && !slices.Contains(e.Devices, d.Device) {
 			continue
 		}
 		holder, found, err := p.node.Records.Load(e.ClaimUID)

@@ -53,7 +53,7 @@ func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadab
 // possiblePartitions returns the unshared partitions in the file names of the claim's records. The
 // result some is true if there are any, or if a file name has no room to list the devices.
 func possiblePartitions(entries []checkpoint.Entry, uid types.UID) (parts []string, some bool) {
-	inexact := slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid && e.Inexact() })
+	inexact := slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid && e.Inexact })
 	parts = devicesOf(entries, uid, func(n device.Name) bool { return n.Partition != nil && !n.Share })
 	return parts, inexact || len(parts) > 0
 }

@@ -33,7 +33,7 @@ func New(records *checkpoint.Store, bootID string, inventory Inventory) *Ledger 
 // devicesOf returns the devices of the claim with record e. It takes them from the record's file
 // name, and reads the record only if the file name does not list them.
 func (l *Ledger) devicesOf(e checkpoint.Entry) []string {
-	if e.Inexact() {
+	if e.Inexact {
 		if r, found, err := l.records.Load(e.ClaimUID); err == nil && found {
 			return r.OccupiedDevices()
 		}
@@ -59,7 +59,7 @@ func (l *Ledger) AllocatedDevices() (device.Allocations, error) {
 				exclusive[d] = string(e.ClaimUID)
 			}
 		}
-		if !e.Inexact() && !slices.ContainsFunc(e.Devices, isNew) {
+		if !e.Inexact && !slices.ContainsFunc(e.Devices, isNew) {
 			continue // one claim suffices: all claims on a device have the same kind of share
 		}
 		r, _, err := l.records.Load(e.ClaimUID)
@@ -118,7 +118,7 @@ func (l *Ledger) InUse(gpu string) (bool, error) {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		if !e.Inexact() {
+		if !e.Inexact {
 			return slices.ContainsFunc(e.Devices, func(d string) bool { return d == gpu || strings.HasPrefix(d, gpu+"-") })
 		}
 		r, found, err := l.records.Load(e.ClaimUID)

@@ -38,7 +38,7 @@ func (l *Ledger) Owners(gpu string) (*Owners, error) {
 	}
 	for _, e := range entries {
 		places := partitionsOf(gpu, e.Devices)
-		if len(places) == 0 && !e.Inexact() {
+		if len(places) == 0 && !e.Inexact {
 			continue
 		}
 		r, found, err := l.records.Load(e.ClaimUID)
@@ -48,7 +48,7 @@ func (l *Ledger) Owners(gpu string) (*Owners, error) {
 		}
 		if err != nil {
 			owners.unreadable = append(owners.unreadable, places...)
-			owners.anyPlace = owners.anyPlace || e.Inexact()
+			owners.anyPlace = owners.anyPlace || e.Inexact
 			continue
 		}
 		owners.addRecord(gpu, r, list)

@@ -81,7 +81,7 @@ func ClaimsSharing(records *checkpoint.Store, key string, gpus []string) ([]type
 	}
 	var uids []types.UID
 	for _, e := range entries {
-		if len(gpus) > 0 && !e.Inexact() && !slices.ContainsFunc(e.Devices, isOnAny) {
+		if len(gpus) > 0 && !e.Inexact && !slices.ContainsFunc(e.Devices, isOnAny) {
 			continue
 		}
 		r, found, err := records.Load(e.ClaimUID)
