@@ -26,11 +26,8 @@ func ParsePCIAddress(s string) (PCIAddress, error) {
 	if m == nil {
 		return "", fmt.Errorf("PCI address %q: want domain:bus:device.function in hexadecimal, as in 0000:1b:00.0", s)
 	}
-	domain := strings.TrimLeft(m[1], "0")
-	for len(domain) < 4 {
-		domain = "0" + domain
-	}
-	return PCIAddress(fmt.Sprintf("%s:%s:%s.%s", domain, m[2], m[3], m[4])), nil
+	domain, err := strconv.ParseUint(m[1], 16, 32)
+	return PCIAddress(fmt.Sprintf("%04x:%s:%s.%s", domain, m[2], m[3], m[4])), err
 }
 
 // WholeName returns the device name of the whole GPU at this address, such as gpu-0000-1b-00-0. It

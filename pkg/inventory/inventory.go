@@ -185,11 +185,11 @@ func (l *scanLoop) step(ctx context.Context) time.Duration {
 	}
 	fingerprint := i.hardware.Fingerprint()
 	due := !l.next.IsZero() && !time.Now().Before(l.next)
-	if l.scanned && fingerprint == l.fingerprint && !due {
-		return i.pause()
-	}
-	if !l.scanned || fingerprint != l.fingerprint {
+	switch {
+	case !l.scanned || fingerprint != l.fingerprint:
 		l.backoff = firstRetry
+	case !due:
+		return i.pause()
 	}
 	i.mu.Lock()
 	waiting := i.waiting
@@ -313,10 +313,7 @@ func noGPUReason(node nvidia.Node) string {
 func (l *scanLoop) set(s Snapshot) {
 	last := l.inventory.Snapshot()
 	if s.Code != "" {
-		s.Since = last.Since
-	}
-	if s.Code != "" && last.Code == "" {
-		s.Since = time.Now()
+		s.Since = cmp.Or(last.Since, time.Now()) // last has none if it was ready
 	}
 	if reflect.DeepEqual(last, s) {
 		return

@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	serializerjson "k8s.io/apimachinery/pkg/runtime/serializer/json"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/dynamic-resource-allocation/api/metadata"
 	"k8s.io/dynamic-resource-allocation/api/metadata/install"
@@ -175,19 +176,16 @@ func encode(c Claim, r Request, generation int64) ([]byte, error) {
 
 // Remove removes the claim's files. If there are none, it succeeds.
 func (f *Files) Remove(uid types.UID) error {
-	names, err := f.names()
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		if claimOf(name) != uid || uid == "" {
+	entries, err := f.list()
+	for _, e := range entries {
+		if claimOf(e) != uid || uid == "" {
 			continue
 		}
-		if err := os.Remove(filepath.Join(f.root, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := os.Remove(filepath.Join(f.root, e.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove device metadata: %w", err)
 		}
 	}
-	return nil
+	return err
 }
 
 // RemoveAll removes the files of all claims, and their directory.
@@ -200,35 +198,28 @@ func (f *Files) RemoveAll() error {
 
 // Claims lists the UIDs of the claims that have files.
 func (f *Files) Claims() (uids []types.UID, _ error) {
-	names, err := f.names()
-	for _, name := range names {
-		if uid := claimOf(name); uid != "" && !slices.Contains(uids, uid) {
+	entries, err := f.list()
+	for _, e := range entries {
+		if uid := claimOf(e); uid != "" {
 			uids = append(uids, uid)
 		}
 	}
-	return uids, err
+	return slices.Compact(uids), err
 }
 
-// names lists the files of all claims, with the temporary ones that killed calls left. Each
-// Unprepare needs it, so it does not sort.
-func (f *Files) names() (names []string, _ error) {
-	dir, err := os.Open(f.root)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err == nil {
-		names, err = dir.Readdirnames(-1)
-		_ = dir.Close()
-	}
-	if err != nil {
+// list lists the files of all claims, with the temporary ones that killed calls left, sorted by
+// their names.
+func (f *Files) list() ([]fs.DirEntry, error) {
+	entries, err := os.ReadDir(f.root)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("list device metadata: %w", err)
 	}
-	return names, nil
+	return entries, nil
 }
 
 // claimOf returns the UID in the name of a file, or "".
-func claimOf(name string) types.UID {
-	return types.UID(name[:max(strings.LastIndexByte(name, '_'), 0)])
+func claimOf(e fs.DirEntry) types.UID {
+	return types.UID(e.Name()[:max(strings.LastIndexByte(e.Name(), '_'), 0)])
 }
 
 // WithSpecs are the CDI specs and the metadata files of all claims. A claim's files exist as long
@@ -257,7 +248,5 @@ func (s WithSpecs) Claims() ([]types.UID, error) {
 	if err != nil {
 		return nil, err
 	}
-	all := slices.Concat(specified, described)
-	slices.Sort(all)
-	return slices.Compact(all), nil
+	return sets.List(sets.New(slices.Concat(specified, described)...)), nil
 }
