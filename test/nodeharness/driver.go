@@ -92,9 +92,17 @@ type Driver struct {
 	worker   *cut.Partitions
 }
 
-// Start starts the plugin on node n with the API server api. The plugin runs until [Driver.Stop].
+// Start starts the plugin on node n with the API server api. No event of the hardware reaches the
+// plugin, which runs until [Driver.Stop].
 func (n Node) Start(ctx context.Context, api API) (*Driver, error) {
-	return n.start(ctx, api, n.Config(), func(*cut.Partitions) Watch { return nil })
+	return n.start(ctx, api, n.Config(), func(*cut.Partitions) Watch { return watchNothing })
+}
+
+// watchNothing is a hardware watcher that runs and reports no event and no answer.
+func watchNothing(ctx context.Context, report func(device.Signal)) error {
+	report(device.Signal{Watcher: &device.WatcherState{Up: true, Events: true}})
+	<-ctx.Done()
+	return nil
 }
 
 // Watch watches the health of the node's GPUs, as [driver.Parts] has it.
