@@ -55,7 +55,11 @@ func spawn(program string, view namespace.View, args, env []string, output *os.F
 		defer close(p.done)
 		err := cmd.Start()
 		if err == nil {
-			st, _ := readStat(procRoot, cmd.Process.Pid) // A child keeps its entry until Wait.
+			var st stat
+			if st, err = readStat(procRoot, cmd.Process.Pid); err != nil {
+				_ = cmd.Process.Kill() // Stop finds a daemon by its start time.
+				_ = cmd.Wait()
+			}
 			p.runRecord = runRecord{PID: cmd.Process.Pid, StartTime: st.startTime}
 		}
 		if started <- err; err != nil {

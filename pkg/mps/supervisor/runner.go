@@ -112,9 +112,8 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 	logger.Info("MPS daemon has ended", "reason", context.Cause(ctx))
 }
 
-// serveOnce starts the daemon and always returns an error. It does so if
-// the daemon does not become ready, and when the daemon has ended. If ctx ends first, serveOnce
-// sends the command quit.
+// serveOnce starts the daemon and always returns an error. It does so if the daemon does not become
+// ready, and when the daemon has ended. If ctx ends first, serveOnce sends the command quit.
 func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 	r.setState(mps.Starting, func(*progress) {})
 	if err := s.directories.make(r.spec.ID); err != nil {
