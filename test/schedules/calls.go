@@ -114,7 +114,7 @@ func (s *schedule) unprepare(c *claim) {
 	}
 	for _, k := range c.calls {
 		k.abandoned = true
-		if k.process != p || s.chance(50) {
+		if k.process != p || s.chance(20) {
 			k.cancel()
 		}
 	}
