@@ -24,7 +24,9 @@ const (
 	maxCIProfiles = 40
 	maxPlacements = 16
 
-	eventCapacity = 4096
+	// The driver drops no event: it queues them in memory for each open file (nv_post_event in
+	// kernel-open/nvidia/nv.c of the open GPU kernel modules). So the ring outlasts slow readers.
+	eventCapacity = 65536
 	faultCapacity = 64
 
 	// Absent replaces a number that the model file does not give.
