@@ -295,6 +295,7 @@ func TestLostGPUIsReportedHoweverItAnswers(t *testing.T) {
 			s := nvidiatest.NewSite(t, "l40s-x2", layout.Host, "")
 			s.Change(func(_ *layout.Config, f *state.File) error { return f.SetGSPTimeout(500 * time.Millisecond) })
 			w := watchSite(s, nil)
+			w.awaitCondition(s.Card(0), answers) // with the UUID, which a lost GPU does not report
 			w.awaitListening()
 			s.Change(func(_ *layout.Config, f *state.File) error { return f.LoseAs(0, answer) })
 			xid := uint64(79)
