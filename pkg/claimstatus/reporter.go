@@ -6,10 +6,11 @@
 // it has lost, a quarter of a second after the kubelet's call. It retries for about a minute. Then
 // it gives up: the status serves monitoring, and no claim depends on it.
 //
-// The Reporter also knows the devices that prepared claims have lost, for example because a GPU was
-// replaced. Reconciliation finds them. The Reporter shows them in the claim's status and in an
-// Event on the claim, and lists them for the kubelet's health stream. A lost device belongs to its
-// claim: it is forgotten when the claim is unprepared or prepared again.
+// The Reporter also knows the devices that prepared claims have lost, for example because an admin
+// created another MIG instance at its placement. Reconciliation finds them. The Reporter shows them
+// in the claim's status and in an Event on the claim, and lists them for the kubelet's health
+// stream. A lost device belongs to its claim: it is forgotten when the claim is unprepared
+// or prepared again.
 //
 // No method waits for the API server, except [Reporter.Run]. The package decides nothing about
 // claims and touches no hardware.

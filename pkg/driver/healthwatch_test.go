@@ -363,6 +363,38 @@ func TestLostGPUStaysPublished(t *testing.T) {
 	eventually(t, "the unplugged card is withdrawn", func() bool { return len(published(t, n.client)) == 1 })
 }
 
+// A container on a GPU that hangs would hang too. But a GPU that nothing watches may work.
+func TestHungGPUIsNotPreparedForNewClaims(t *testing.T) {
+	t.Parallel()
+	n := newHealthNode(t)
+	n.run(t)
+	n.register(t)
+	held := n.claim(t, "held", firstGPU)
+	if msg := n.prepare(t, held).GetError(); msg != "" {
+		t.Fatal(msg)
+	}
+	send := func(reach device.Reach) {
+		n.send(device.Signal{Condition: &device.Condition{Card: n.card("0000:1b:00.0"), Reach: reach, At: time.Now()}})
+	}
+	send(device.ReachWedged)
+	eventually(t, "it is tainted", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/unmonitored=:None") })
+	if msg := n.prepare(t, held).GetError(); msg != "" {
+		t.Errorf("the claim that has it is refused: %q", msg)
+	}
+	n.unprepare(t, held)
+	late := n.claim(t, "late", firstGPU)
+	if msg := n.prepare(t, late).GetError(); !strings.Contains(msg, firstGPU) || !strings.Contains(msg, "does not answer") {
+		t.Errorf("a hung GPU is prepared: %q", msg)
+	}
+	send(device.ReachOK)
+	eventually(t, "it answers", func() bool { return n.taints(t)[firstGPU] == "" })
+	n.send(device.Signal{Watcher: &device.WatcherState{Error: "it died", Released: true, At: time.Now()}})
+	eventually(t, "nothing watches it", func() bool { return strings.HasPrefix(n.taints(t)[firstGPU], "gpu.nvidia.com/unmonitored=:None") })
+	if msg := n.prepare(t, late).GetError(); msg != "" {
+		t.Errorf("a GPU that nothing watches is refused: %q", msg)
+	}
+}
+
 // When taints come and go in several slices of a pool, the pool must keep its generation. With a
 // new generation the scheduler sees no device of the node until all slices are written.
 func TestTaintsKeepPoolGeneration(t *testing.T) {

@@ -21,7 +21,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
@@ -117,7 +116,7 @@ func (r *requests) refusal(v *nodeview.View, c *resourceapi.ResourceClaim) error
 		}
 	}
 	// To prepare a whole GPU the driver does not query the hardware, so without this check a container
-	// would start without a GPU that is lost.
+	// would start with a GPU that is lost or hangs.
 	if c.Status.Allocation == nil {
 		return nil
 	}
@@ -128,15 +127,15 @@ func (r *requests) refusal(v *nodeview.View, c *resourceapi.ResourceClaim) error
 		if result.Driver != DriverName || !ok || i < 0 {
 			continue
 		}
-		verdict := verdicts.Of(v.GPUs[i].GPU, n)
-		if verdict.State != health.Lost {
+		unreachable := verdicts.Of(v.GPUs[i].GPU, n).Unreachable()
+		if unreachable == "" {
 			continue
 		}
 		if _, prepared, err := r.preparer.Records.Load(c.UID); err != nil || prepared {
 			return nil //nolint:nilerr // the Preparer reports an unreadable record
 		}
 		return cause.Refusal(name, cause.Device,
-			"request %s was allocated device %s, which cannot be prepared: %s", result.Request, result.Device, verdict.Message())
+			"request %s was allocated device %s, which cannot be prepared: %s", result.Request, result.Device, unreachable)
 	}
 	return nil
 }

@@ -2,6 +2,7 @@ package health
 
 import (
 	"cmp"
+	"slices"
 	"strings"
 	"time"
 
@@ -50,10 +51,12 @@ func recoveryCode(a device.RecoveryAction) string { return recoveryPrefix + stri
 
 // endByReset ends the findings that a reset ends, if they were last seen before the reset at the
 // time "at". Findings from queries (EndsByLevel) end too, because the next query adds again
-// those that persist. Those that no query renews stay: lost, unknown, and what a scan compared.
+// those that persist. Those that no query renews stay: lost, hung, unknown, and what a scan
+// compared.
 func (m *Monitor) endByReset(c *card, at time.Time, why string) {
+	lasting := []string{lostCode, hungCode, unknownCode}
 	m.endFindings(c, func(f *Finding) bool {
-		level := f.Ends == EndsByLevel && f.Code != lostCode && f.Code != unknownCode && !strings.HasPrefix(f.Code, changedPrefix)
+		level := f.Ends == EndsByLevel && !slices.Contains(lasting, f.Code) && !strings.HasPrefix(f.Code, changedPrefix)
 		return (f.Ends == EndsByReset || level) && !f.Last.After(at) || f.Code == fabricCode
 	}, why)
 	c.Arrived = m.now
@@ -88,18 +91,18 @@ func (m *Monitor) applyCondition(c *card, s device.Condition, now time.Time) {
 		m.applyFullAnswer(c, s, at, now)
 	case device.ReachNeedsReset:
 		c.lastQuery, c.lastHeard, c.failingSince = at.Add(-max(s.Took, 0)), now, time.Time{}
-		m.endCode(c, unknownCode, "the GPU answers")
+		m.endUnknown(c, "the GPU answers")
 		m.endCode(c, lostCode, "the GPU answers again")
 		m.applyPartialAnswer(c, s, at)
 		m.addLevel(c, Finding{Code: needsResetCode, State: Unhealthy,
 			Reason: "the GPU does not work until it is reset (" + oneLine(s.Error) + ")", Action: reset}, at)
 	case device.ReachLost:
 		c.lastQuery, c.lastHeard, c.failingSince = at.Add(-max(s.Took, 0)), now, time.Time{}
-		m.endCode(c, unknownCode, "the GPU is lost")
+		m.endUnknown(c, "the GPU is lost")
 		m.addLevel(c, Finding{Code: lostCode, State: Lost,
 			Reason: "the GPU is lost (" + cmp.Or(oneLine(s.Error), "NVML cannot reach it") + ")", Action: lostAction}, at)
 	case device.ReachWedged:
-		m.setUnknown(c, "the GPU does not answer ("+cmp.Or(oneLine(s.Error), "an NVML call has not returned")+")", at)
+		m.setUnknown(c, hungCode, "the GPU does not answer ("+cmp.Or(oneLine(s.Error), "an NVML call has not returned")+")", at)
 	default:
 		if c.failingSince.IsZero() {
 			c.failingSince = now
@@ -135,7 +138,7 @@ var (
 func (m *Monitor) applyFullAnswer(c *card, s device.Condition, at, now time.Time) {
 	queried := at.Add(-max(s.Took, 0)) // the answer does not include what happened during the query
 	c.lastHeard, c.failingSince, c.failure = now, time.Time{}, ""
-	m.endCode(c, unknownCode, "the GPU answers")
+	m.endUnknown(c, "the GPU answers")
 	var resets []string
 	// Only a reset restarts the energy counter, and an admin cannot clear it. If the counter kept
 	// growing, the GPU was not reset: it was only out of reach, or an admin cleared its error counter.

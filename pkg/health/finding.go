@@ -41,6 +41,17 @@ type Verdict struct {
 	Causes []Finding
 }
 
+// Unreachable returns why no container can use the device: its GPU is lost or hangs. It returns ""
+// if neither is the case. A device whose state is unknown for another reason may work.
+func (v Verdict) Unreachable() string {
+	for _, f := range v.Causes {
+		if f.State == Lost || f.Code == hungCode {
+			return f.Message()
+		}
+	}
+	return ""
+}
+
 // Message returns the message of the gravest cause, or "" for a healthy device.
 func (v Verdict) Message() string {
 	if len(v.Causes) == 0 {

@@ -23,13 +23,14 @@ const (
 )
 
 const (
+	hungCode    = "hung" // an NVML call about the GPU has not returned
 	unknownCode = "unknown"
 	fabricCode  = "fabric"
 )
 
-// setUnknown adds the finding that the card's state cannot be determined, unless the card is
-// already known to be lost.
-func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
+// setUnknown adds a finding that the card's state cannot be determined, unless the card is already
+// known to be lost. code is hungCode or unknownCode.
+func (m *Monitor) setUnknown(c *card, code, reason string, at time.Time) {
 	if c.find(lostCode) != nil {
 		return // that the card is lost says more than unknown
 	}
@@ -37,7 +38,13 @@ func (m *Monitor) setUnknown(c *card, reason string, at time.Time) {
 	if m.released {
 		action = releasedAction
 	}
-	m.addLevel(c, Finding{Code: unknownCode, State: Unknown, Reason: reason, Action: action}, at)
+	m.addLevel(c, Finding{Code: code, State: Unknown, Reason: reason, Action: action}, at)
+}
+
+// endUnknown ends the findings of setUnknown.
+func (m *Monitor) endUnknown(c *card, why string) {
+	m.endCode(c, hungCode, why)
+	m.endCode(c, unknownCode, why)
 }
 
 // checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds
@@ -54,13 +61,13 @@ func (m *Monitor) checkTimeouts(c *card, now time.Time) {
 	switch {
 	case c.OtherDriver:
 	case m.released:
-		m.setUnknown(c, "the GPU is released for a driver upgrade", now)
+		m.setUnknown(c, unknownCode, "the GPU is released for a driver upgrade", now)
 	case !m.silentSince.IsZero() && now.Sub(m.silentSince) >= maxSilence:
-		m.setUnknown(c, "no watcher runs ("+m.silenceReason+")", now)
+		m.setUnknown(c, unknownCode, "no watcher runs ("+m.silenceReason+")", now)
 	case !c.failingSince.IsZero() && now.Sub(c.failingSince) >= maxErrorTime:
-		m.setUnknown(c, c.failure, now)
+		m.setUnknown(c, unknownCode, c.failure, now)
 	case now.Sub(c.lastHeard) >= maxSilence:
-		m.setUnknown(c, "the GPU has not answered for a while", now)
+		m.setUnknown(c, unknownCode, "the GPU has not answered for a while", now)
 	}
 	if !c.fabricMissingSince.IsZero() && now.Sub(c.fabricMissingSince) >= fabricTimeout {
 		m.addLevel(c, Finding{

@@ -1,7 +1,7 @@
 // Package prepare makes a claim's devices usable, and takes them back, in one transaction.
 //
-// A preparation is a list of steps, such as creating a MIG instance. Each step has an idempotent
-// Apply and an idempotent Revert. The list is in the claim's record on disk before the first step
+// A preparation is a list of steps, such as creating a MIG instance. Each step has an Apply
+// and an idempotent Revert. The list is in the claim's record on disk before the first step
 // runs. After the last step the record says "Prepared". Unprepare reverts the recorded steps in
 // reverse order and removes the record. Recovery after a crash does the same with an unfinished
 // record. There is no other path.

@@ -13,6 +13,9 @@ import (
 
 // Every call locks a claim first and then its GPUs. A claim's lock is named by its UID, a GPU's by
 // the GPU's name.
+//
+// An Unprepare that finds no record knows no GPUs. Without the claim's lock it would succeed while
+// another instance prepares the claim, which no call would unprepare later.
 
 // LockClaim locks a claim.
 func (p *Preparer) LockClaim(ctx context.Context, uid types.UID) (*lock.Guard, error) {

@@ -58,8 +58,14 @@ func (w *world) testHang(t *testing.T, device string) {
 			t.Errorf("%s has a taint too, although only another GPU hangs", name)
 		}
 	}
+	ns := w.namespace(t)
+	w.handAllocate(t, ns, "on-hung", h100, device)
+	w.apply(t, ns, podOnClaim("on-hung", h100, "on-hung"))
+	w.refused(t, ns, "on-hung", "device "+device+", which cannot be prepared: the GPU does not answer")
 	w.nvmlsim(t, h100, "clear")
 	w.becomes(t, device)
+	w.running(t, ns, "on-hung")
+	w.deletePods(t, ns)
 	watch.alwaysOffered(8, since)
 }
 

@@ -2,7 +2,7 @@
 // instance or starting an MPS daemon. There is one file a kind of step, and registry.go lists the
 // kinds.
 //
-// Each step has an idempotent Apply and an idempotent Revert. It is stored in the claim's record
+// Each step has an Apply and an idempotent Revert. It is stored in the claim's record
 // before it runs, and has its results there after it ran. A [Shared] step wraps a [Sharable] one
 // for several claims. A holder file has their common state.
 //

@@ -14,8 +14,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-// Step is one reversible part of a preparation. Apply may be called again after it ran completely
-// or in part. Revert may be called again too, and also if Apply never ran.
+// Step is one reversible part of a preparation. Revert may be called again, and also if Apply never
+// ran or ran in part. Apply is called again only after Revert, except that of [Passthrough] and
+// [ClaimSpec], which repairs a kept preparation.
 type Step interface {
 	Kind() string
 	Apply(ctx context.Context, env *Env) error
