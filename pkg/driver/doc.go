@@ -6,9 +6,9 @@
 // plugin instance with the leader lock, writes ResourceSlices. The leader hands over to a newer
 // instance.
 //
-// A plugin instance registers after it has read the claims' checkpoint records and scanned the
-// hardware once, whatever the scan's result. Hung hardware delays the registration by a few seconds
-// only. Without a GPU driver a Prepare fails with the reason, and an Unprepare works.
+// A plugin instance registers after it has scanned the hardware once, whatever the scan's result.
+// Hung hardware delays the registration by a few seconds only. Without a GPU driver a Prepare fails
+// with the reason, and an Unprepare works.
 //
 // Other packages contain the access to the hardware (nvidia), the prepare transaction (prepare),
 // and device names and attributes (device).

@@ -190,7 +190,7 @@ func (m *Monitor) restoreFinding(c *card, f Finding, now time.Time) {
 		if f.Since.Before(known.Since) && f.State == known.State {
 			known.Since = f.Since
 		}
-		if f.Code == manyCode && f.State > known.State {
+		if f.Code == manyCode && (f.State > known.State || f.State == known.State && f.Ends == EndsByReset) {
 			known.State, known.Ends = f.State, f.Ends
 		}
 		return

@@ -3,7 +3,7 @@
 //
 // The kubelet retries after every error. A retry helps after Held, NotReady and Canceled once the
 // obstacle is gone, after Record and Step if the disk or the hardware recovers, and after Claim and
-// Device rarely. It never helps after an error that [Permanent] marks: an operator must act.
+// Device rarely.
 package cause
 
 import (
