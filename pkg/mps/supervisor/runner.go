@@ -44,6 +44,9 @@ type runner struct {
 	leftErr  error         // why processes of the daemon are left, valid after finished is closed
 	retry    wake.Signal   // requests an immediate start
 	waits    waits         // how long the daemon's processes may take to end
+	// started is the control daemon that was started last. It finds the daemon's processes
+	// even if another process removed run.json.
+	started runRecord
 
 	mu  sync.Mutex
 	now progress
@@ -106,7 +109,7 @@ func (s *Supervisor) run(ctx context.Context, r *runner) {
 		}
 		pause = min(2*pause, maxPause)
 	}
-	r.leftErr = s.processesOf(r.spec.ID).end(r.waits)
+	r.leftErr = s.processesOfRunner(r).end(r.waits)
 	stopLogs()
 	logging.Wait()
 	logger.Info("MPS daemon has ended", "reason", context.Cause(ctx))
@@ -138,7 +141,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 	}
 	if err := s.makeReady(ctx, r.spec, c, p); err != nil {
 		if ctx.Err() == nil { // The daemon may hang, so end it.
-			return errors.Join(withLastLines(err, p, output, written, r.spec.MultiUser), s.processesOf(r.spec.ID).end(normalWaits))
+			return errors.Join(withLastLines(err, p, output, written, r.spec.MultiUser), s.processesOfRunner(r).end(normalWaits))
 		}
 		return err // run ends the daemon's processes.
 	}
@@ -157,7 +160,7 @@ func (s *Supervisor) serveOnce(ctx context.Context, r *runner) error {
 // died. Then it starts a new control daemon.
 func (s *Supervisor) startProcess(r *runner, c control, output *os.File) (*process, error) {
 	id := r.spec.ID
-	if err := s.processesOf(id).end(r.waits); err != nil {
+	if err := s.processesOfRunner(r).end(r.waits); err != nil {
 		return nil, err
 	}
 	if err := s.directories.removeClientFiles(id); err != nil {
@@ -167,9 +170,9 @@ func (s *Supervisor) startProcess(r *runner, c control, output *os.File) (*proce
 	if err != nil {
 		return nil, err
 	}
+	r.started = p.runRecord
 	if err := s.directories.write(id, runFile, p.runRecord); err != nil {
-		started := processSet{run: p.runRecord, proc: procRoot}
-		return nil, errors.Join(fmt.Errorf("record the process of the control daemon: %w", err), started.end(normalWaits))
+		return nil, errors.Join(fmt.Errorf("record the process of the control daemon: %w", err), s.processesOfRunner(r).end(normalWaits))
 	}
 	return p, nil
 }

@@ -286,7 +286,7 @@ func (s *Supervisor) stopRunner(r *runner) error {
 	r.end(errRemoved)
 	<-r.finished
 	if r.leftErr != nil {
-		if err := s.processesOf(r.spec.ID).end(shortWaits); err != nil {
+		if err := s.processesOfRunner(r).end(shortWaits); err != nil {
 			return err
 		}
 	}
@@ -296,7 +296,16 @@ func (s *Supervisor) stopRunner(r *runner) error {
 	return nil
 }
 
-// processesOf returns the set of processes of a daemon.
+// processesOfRunner returns the set of processes of the runner's daemon. Before the first start it
+// is that of a daemon of an earlier supervisor.
+func (s *Supervisor) processesOfRunner(r *runner) processSet {
+	if r.started.PID != 0 {
+		return processSet{run: r.started, proc: procRoot}
+	}
+	return s.processesOf(r.spec.ID)
+}
+
+// processesOf returns the set of processes of a daemon, as run.json names them.
 func (s *Supervisor) processesOf(id string) processSet {
 	return s.directories.processesOf(id, procRoot)
 }

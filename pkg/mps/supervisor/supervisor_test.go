@@ -321,6 +321,24 @@ func TestStopKillsStubbornDaemonAndServer(t *testing.T) {
 	n.mustStop("a")
 }
 
+// A daemon that loses its file run.json must not survive its Stop: the next claim gets its GPU.
+func TestStopFindsDaemonWithoutRunFile(t *testing.T) {
+	t.Parallel()
+	for name, lose := range map[string]func(path string) error{
+		"removed": os.Remove,
+		"altered": func(path string) error { return os.WriteFile(path, []byte("no JSON"), 0o600) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.behave(behaviour{IgnoreQuit: true, Server: true})
+			n.supervise()
+			n.mustStart(mps.Daemon{ID: "a", Devices: []string{"GPU-a"}})
+			must(t, lose(filepath.Join(n.paths.Dir("a"), runFile)))
+			n.mustStop("a")
+		})
+	}
+}
+
 func TestShutdownStopsDaemonsAndNextSupervisorRestartsThem(t *testing.T) {
 	n := newNode(t)
 	n.supervise()
