@@ -7,9 +7,9 @@
 // it gives up: the status serves monitoring, and no claim depends on it.
 //
 // The Reporter also knows the devices that prepared claims have lost, for example because an admin
-// created another MIG instance at its placement. Reconciliation finds them. The Reporter shows them
-// in the claim's status and in an Event on the claim, and lists them for the kubelet's health
-// stream. A lost device belongs to its claim: it is forgotten when the claim is unprepared
+// created another MIG instance in a partition's place. Reconciliation finds them. The Reporter
+// shows them in the claim's status and in an Event on the claim, and lists them for the kubelet's
+// health stream. A lost device belongs to its claim: it is forgotten when the claim is unprepared
 // or prepared again.
 //
 // No method waits for the API server, except [Reporter.Run]. The package decides nothing about

@@ -1,5 +1,6 @@
-// Package leader elects the plugin instance that publishes the node's slices: the newest one with
-// something to publish.
+// Package leader elects the plugin instance that publishes the node's slices: of those with
+// something to publish, the one that asked last. In a rolling update this is the new one, unless
+// both waited for a driver.
 //
 // A [Lock] is a flock, so a killed leader loses it at once. An instance that has not led yet asks
 // the leader for a hand-over: it locks the request file. If the newer instance ends after the
