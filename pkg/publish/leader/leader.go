@@ -1,10 +1,9 @@
 // Package leader elects the plugin instance that publishes the node's slices: of those with
-// something to publish, the one that asked last. In a rolling update this is the new one, unless
-// both waited for a driver.
+// something to publish, the one that started last. In a rolling update this is the new one.
 //
-// A [Lock] is a flock, so a killed leader loses it at once. An instance that has not led yet asks
-// the leader for a hand-over: it locks the request file. If the newer instance ends after the
-// hand-over, the former leader leads again.
+// A [Lock] is a flock, so a killed leader loses it at once. Its file names the leader's start time.
+// An instance asks an older leader for a hand-over: it locks the request file. If the newer
+// instance ends after the hand-over, the former leader leads again.
 //
 // The package publishes nothing. The leader also saves the health findings. After a hand-over only
 // the newer instance keeps the files that exist once on a node, such as the base CDI spec: their
@@ -15,6 +14,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"sync/atomic"
 	"time"
@@ -36,13 +36,15 @@ const (
 // Lock is this plugin instance's side of the election. One goroutine calls Acquire and Release. The
 // other methods may be called at any time.
 type Lock struct {
-	lock *flock.Flock
+	lock    *flock.Flock
+	started time.Time
 	// requestPath is the file that an instance locks while it asks for a hand-over.
 	requestPath string
 	// leading lasts while this instance leads. resign ends it.
 	leading context.Context //nolint:containedctx // Release asks for its cause
 	resign  context.CancelCauseFunc
-	// newerLeads is true from a hand-over to a newer instance until this instance leads again.
+	// newerLeads is true from a hand-over to a newer instance, or from a look that found it leading,
+	// until this instance leads.
 	newerLeads atomic.Bool
 	leadsAgain wake.Signal
 }
@@ -52,16 +54,17 @@ type Lock struct {
 func New(dir string) *Lock {
 	return &Lock{
 		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
+		started:     time.Now(),
 		requestPath: filepath.Join(dir, "publisher.request"),
 		leadsAgain:  wake.New(),
 	}
 }
 
-// NewerLeads reports whether this instance has handed over to a newer one, which still runs.
+// NewerLeads reports whether a newer instance leads, as far as this instance has seen.
 func (l *Lock) NewerLeads() bool { return l.newerLeads.Load() }
 
-// LeadsAgain returns a channel that gets a value when this instance leads again after a newer one
-// has ended. That instance may have left files of the node broken.
+// LeadsAgain returns a channel that gets a value when this instance leads after a newer one has
+// ended. That instance may have left files of the node broken.
 func (l *Lock) LeadsAgain() <-chan struct{} { return l.leadsAgain }
 
 // errHandover is the cause of the end of a leader's context if a newer instance asked to lead.
@@ -73,17 +76,29 @@ var errHandover = errors.New("a newer instance of the plugin asked to lead")
 func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	request := flock.New(l.requestPath)
 	defer func() { _ = request.Unlock() }()
+	if !l.NewerLeads() {
+		if _, err := request.TryLockContext(ctx, lockPoll); err != nil {
+			return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
+		}
+		// The leader wrote its start time while it had the request file locked.
+		if l.leaderStarted().After(l.started) {
+			l.newerLeads.Store(true)
+			_ = request.Unlock()
+		}
+	}
 	if l.NewerLeads() {
-		// This instance waits until the newer one has the leader lock, and does not ask it back.
+		// This instance waits until the newer one has the leader lock, and does not ask for it.
 		if _, err := request.TryRLockContext(ctx, lockPoll); err != nil {
 			return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
 		}
 		_ = request.Unlock()
-	} else if _, err := request.TryLockContext(ctx, lockPoll); err != nil {
-		return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
 	}
 	if _, err := l.lock.TryLockContext(ctx, lockPoll); err != nil {
 		return nil, fmt.Errorf("lock %s: %w", l.lock.Path(), err)
+	}
+	if err := l.writeStarted(); err != nil {
+		// Only an older instance that leads later would ask without need.
+		klog.FromContext(ctx).Error(err, "Failed to write the leader's start time", "path", l.lock.Path())
 	}
 	l.leading, l.resign = context.WithCancelCause(ctx)
 	go l.watchRequests(l.leading, l.resign)
@@ -91,6 +106,24 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 		l.leadsAgain.Wake()
 	}
 	return l.leading, nil
+}
+
+// leaderStarted returns the start time of the last leader, or the zero time if it is unknown.
+func (l *Lock) leaderStarted() (started time.Time) {
+	text, err := os.ReadFile(l.lock.Path())
+	if err != nil || started.UnmarshalText(text) != nil {
+		return time.Time{}
+	}
+	return started
+}
+
+// writeStarted writes into the lock file, whose inode carries the lock.
+func (l *Lock) writeStarted() error {
+	text, err := l.started.MarshalText()
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(l.lock.Path(), text, 0o600)
 }
 
 // Release gives up the leader lock.

@@ -67,6 +67,34 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 	}
 }
 
+// When a driver is installed during a rolling update, both instances ask for the first time, in any
+// order.
+func TestOlderInstanceThatAsksFirstTimeDoesNotReplaceNewer(t *testing.T) {
+	dir := t.TempDir()
+	older, newer := New(dir), New(dir)
+	handover := acquire(t, newer)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*requestPoll)
+	defer cancel()
+	if _, err := older.Acquire(ctx); err == nil {
+		t.Fatal("two instances lead")
+	}
+	select {
+	case <-handover:
+		t.Error("the newer instance got a hand-over request from the older one")
+	default:
+	}
+	if !older.NewerLeads() {
+		t.Error("the older instance would keep the files that the newer one keeps")
+	}
+	newer.Release(t.Context())
+	acquire(t, older)
+	defer older.Release(t.Context())
+	<-older.LeadsAgain()
+	if older.NewerLeads() {
+		t.Error("a newer instance leads after it has ended")
+	}
+}
+
 func TestStoppedInstanceHasNoNewerLeader(t *testing.T) {
 	l := New(t.TempDir())
 	acquire(t, l)
