@@ -7,6 +7,11 @@ import (
 	"path/filepath"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
 
@@ -40,10 +45,34 @@ func Install(ctx context.Context, c *cluster.Cluster, root string, more ...strin
 	if _, err := c.Helm(ctx, InstallArguments(root, more...)...); err != nil {
 		return err
 	}
-	// The new annotation makes the kubelets read the ConfigMap at once, and not within a minute.
-	_, err := c.Kubectl(ctx, "annotate", "pods", "--namespace", Namespace, "--selector", "app.kubernetes.io/component=kubelet-plugin",
-		"--overwrite", fmt.Sprintf("example.com/installed=%d", time.Now().UnixNano()))
-	return err
+	return refreshPlugins(ctx, c)
+}
+
+// refreshPlugins changes an annotation of the plugins' Pods, which makes the kubelets read their
+// ConfigMap at once, and not within a minute. After an upgrade a Pod of the old version may still
+// end, and be gone when it is its turn.
+func refreshPlugins(ctx context.Context, c *cluster.Cluster) error {
+	config, err := c.RESTConfig()
+	if err != nil {
+		return err
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return err
+	}
+	pods := client.CoreV1().Pods(Namespace)
+	plugins, err := pods.List(ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=kubelet-plugin"})
+	if err != nil {
+		return err
+	}
+	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"example.com/installed":"%d"}}}`, time.Now().UnixNano())
+	for i := range plugins.Items {
+		_, err := pods.Patch(ctx, plugins.Items[i].Name, types.MergePatchType, patch, metav1.PatchOptions{})
+		if err != nil && !apierrors.IsNotFound(err) {
+			return fmt.Errorf("annotate Pod %s: %w", plugins.Items[i].Name, err)
+		}
+	}
+	return nil
 }
 
 // BuildImage builds the production image if its sources have changed, and returns the path of its
