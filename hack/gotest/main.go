@@ -1,4 +1,4 @@
-// Gotest runs `go test` and lists the failed and the skipped tests with their messages at the end.
+// Gotest runs `go test` and lists the skipped and the failed tests with their messages at the end.
 // Without -v, `go test` shows a skipped test like one that passed, and logs of a cluster can bury
 // why a test failed. The arguments and the exit code are those of `go test`.
 package main
@@ -120,7 +120,7 @@ func (r *report) add(line []byte) error {
 }
 
 // end prints the output of tests that have no result because their process died, and then the lists
-// of failed and of skipped tests.
+// of skipped and of failed tests. The failures come last, because CI shows the end of its output.
 func (r *report) end() error {
 	var b strings.Builder
 	if !r.verbose {
@@ -128,11 +128,11 @@ func (r *report) end() error {
 			b.WriteString(strings.Join(said, ""))
 		}
 	}
-	if len(r.failed) > 0 {
-		fmt.Fprintf(&b, "\nFAILED, with these messages:\n  %s\n", strings.Join(r.failed, "\n  "))
-	}
 	if len(r.skipped) > 0 {
 		fmt.Fprintf(&b, "\nSKIPPED, so NOT tested, because:\n  %s\n", strings.Join(r.skipped, "\n  "))
+	}
+	if len(r.failed) > 0 {
+		fmt.Fprintf(&b, "\nFAILED, with these messages:\n  %s\n", strings.Join(r.failed, "\n  "))
 	}
 	return r.print(b.String())
 }
