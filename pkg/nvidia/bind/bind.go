@@ -218,5 +218,5 @@ func (s *slot) awaitGone(ctx context.Context, o order) error {
 func (s *slot) hangs(o order, what string) error {
 	message := fmt.Sprintf("%s: the kernel has not answered the attempt to %s (process %d), and will when no process uses the GPU",
 		what, s.last.phrase(), s.process.PID)
-	return o.fail(device.FailureTimeout, message, host.UsersOf(o.Paths, s.nodes)...)
+	return o.fail(device.FailureTimeout, message, host.UsersForError(o.Paths, s.nodes)...)
 }

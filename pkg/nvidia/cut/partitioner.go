@@ -161,7 +161,7 @@ func (c partitioner) refusal(r request, card nvml.Device, instance *uint32, err 
 }
 
 // usersOf lists the processes that have the card open or, if instance is set, the GPU instance with
-// this ID. The list is for error messages, so it leaves out processes that UsersOf cannot read.
+// this ID. The list is for error messages, so it leaves out processes that /proc does not show.
 // NVML's own lists are of no use: they leave out processes of other PID namespaces, and the plugin
 // has one of its own.
 func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Process {
@@ -173,5 +173,5 @@ func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Proces
 	if instance != nil {
 		nodes = host.InstanceNodes(c.Paths, minor, *instance)
 	}
-	return host.UsersOf(c.Paths, nodes)
+	return host.UsersForError(c.Paths, nodes)
 }

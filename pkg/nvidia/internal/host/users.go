@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -108,6 +109,23 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 		}
 	}
 	return found
+}
+
+// errorLimit is how long [UsersForError] may take. A read of /proc takes milliseconds, but blocks
+// while a process hangs with its memory map locked.
+const errorLimit = time.Second
+
+// UsersForError is [UsersOf] for an error message. The message must not wait for a process that
+// hangs, so the list is empty if /proc does not answer in time.
+func UsersForError(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
+	users := make(chan []nvidia.Process, 1)
+	go func() { users <- UsersOf(p, of) }()
+	select {
+	case found := <-users:
+		return found
+	case <-time.After(errorLimit):
+		return nil
+	}
 }
 
 // Uses reports whether a process of the host has one of the device nodes open or mapped.
