@@ -144,8 +144,6 @@ func mustPrepare(t *testing.T, p *plugin, c *resourceapi.ResourceClaim) []kubele
 	return devices
 }
 
-// mustPrepareLarge prepares a claim for so many partitions, six on each GPU, that its record's file
-// name does not list them.
 // reconcileUnreadable fails the test unless Reconcile reports an unreadable record.
 func reconcileUnreadable(t *testing.T, p *plugin) {
 	t.Helper()
@@ -154,6 +152,8 @@ func reconcileUnreadable(t *testing.T, p *plugin) {
 	}
 }
 
+// mustPrepareLarge prepares a claim for so many partitions, six on each GPU, that its record's file
+// name does not list them.
 func mustPrepareLarge(t *testing.T, w *world, p *plugin) {
 	t.Helper()
 	var results []result

@@ -1,6 +1,6 @@
 // Package schedules tests the plugin's transaction by deterministic simulation: Prepare, Unprepare,
-// recovery, reconciliation and garbage collection run on a simulated node, and faults interrupt
-// them at every call that they make.
+// reconciliation and garbage collection run on a simulated node, and faults interrupt them at every
+// call that they make.
 //
 // A schedule is the life of one node, derived from a seed. Claims are allocated, prepared and
 // unprepared. The kubelet's calls get lost, repeated and canceled. Up to two instances of the

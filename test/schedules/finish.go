@@ -50,7 +50,7 @@ func (s *schedule) uids() []types.UID {
 // cannot be read.
 func onlyUnreadable(err error) bool {
 	return err == nil || !slices.ContainsFunc(strings.Split(err.Error(), "\n"), func(line string) bool {
-		return !strings.Contains(line, "its devices stay in use until it is unprepared")
+		return !strings.Contains(line, "its devices stay in use")
 	})
 }
 

@@ -28,7 +28,7 @@
 // # Processes of a daemon
 //
 // A control daemon is the supervisor's child and the leader of a session. Its servers are in that
-// session, in which no other process can be. run.json names the control daemon by PID and start
+// session, which no process outside can join. run.json names the control daemon by PID and start
 // time, so the next supervisor finds servers that are left. The supervisor opens a pidfd before it
 // identifies a process, and signals through that pidfd, so it never hits a reused PID.
 //

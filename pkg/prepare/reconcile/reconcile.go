@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
 )
 
 // Reconciler repairs what no call of the kubelet repairs.
@@ -114,8 +115,12 @@ func (rec *Reconciler) reconcileClaim(ctx context.Context, pass *steps.Pass, uid
 
 func (rec *Reconciler) reconcileLocked(ctx context.Context, pass *steps.Pass, locks *lock.Guard, uid types.UID) error {
 	r, found, err := rec.node.Records.Load(uid)
-	if err != nil {
+	var unreadable *statefile.UnreadableError
+	if errors.As(err, &unreadable) {
 		return cause.Errorf(cause.Record, "claim with UID %s: its devices stay in use until it is unprepared: %w", uid, err)
+	}
+	if err != nil {
+		return cause.Errorf(cause.Record, "claim with UID %s: its devices stay in use: %w", uid, err)
 	}
 	if !found {
 		return nil
