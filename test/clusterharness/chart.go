@@ -49,8 +49,8 @@ func Install(ctx context.Context, c *cluster.Cluster, root string, more ...strin
 }
 
 // refreshPlugins changes an annotation of the plugins' Pods, which makes the kubelets read their
-// ConfigMap at once, and not within a minute. After an upgrade a Pod of the old version may still
-// end, and be gone when it is its turn.
+// ConfigMap at once, and not within a minute. After an upgrade a listed Pod of the old version may
+// be gone before its annotation.
 func refreshPlugins(ctx context.Context, c *cluster.Cluster) error {
 	config, err := c.RESTConfig()
 	if err != nil {

@@ -106,8 +106,8 @@ func (w *world) testPulled(t *testing.T, device string) {
 		gpus := w.gpus(t, h100)
 		return len(gpus) == 8 && len(w.taints(t, h100)) == 0, fmt.Sprint(slices.Sorted(maps.Keys(gpus)), w.taints(t, h100)[device])
 	})
-	// The plugin's watcher process, which listens for NVML events, opens NVML again to see the new
-	// GPU, and misses events meanwhile. So the test repeats the XID.
+	// The new GPU's events arrive only when another watcher process has taken over. So the test
+	// repeats the XID.
 	eventually(t, 30*time.Second, "the watcher receives events of this GPU and all others", func() (bool, string) {
 		w.nvmlsim(t, h100, "xid", busOf(device), "31")
 		metrics := w.get(t, h100, "metrics")

@@ -3,7 +3,6 @@ package watch
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -49,9 +48,8 @@ type watchOrder struct {
 }
 
 // Serve runs in the child process of [Run]. It reads its watchOrder from in and writes
-// [device.Signal] values to out, as lines of JSON. It ends when in is closed, or with an error when
-// NVML must be restarted. It does not shut down NVML, because that may hang. The end of the process
-// closes NVML.
+// [device.Signal] values to out, as lines of JSON. It ends when in is closed. It does not shut down
+// NVML, because that may hang. The end of the process closes NVML.
 func Serve(ctx context.Context, in io.Reader, out io.Writer) error {
 	return serve(ctx, in, out, nvmlx.Open)
 }
@@ -75,13 +73,13 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 		stateChanged: wake.New(), returned: make(chan device.PCIAddress, 1),
 		cards: map[device.PCIAddress]*watchedGPU{}, foreign: map[device.PCIAddress]bool{},
 	}
-	err = w.run(ctx)
+	w.run(ctx)
 	w.sending.Lock() // for good, so that the end of the process cuts no line
-	return errors.Join(w.sendError, err)
+	return w.sendError
 }
 
-// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards and
-// foreign.
+// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards, foreign
+// and newGPU.
 type watchServer struct {
 	order watchOrder
 	began time.Time
@@ -94,6 +92,8 @@ type watchServer struct {
 	foreign map[device.PCIAddress]bool
 	// returned gets the address of a card that is back on the PCI bus, but unknown to NVML.
 	returned chan device.PCIAddress
+	// newGPU is the last card that NVML should know and does not, see [device.WatcherState].
+	newGPU device.PCIAddress
 	// opens counts the cards that have not answered this child yet.
 	opens *nvmlx.PendingOpens
 
@@ -116,7 +116,7 @@ func (w *watchServer) send(s device.Signal) {
 
 // run watches each card. It reports the watcher's state at each interval, as a heartbeat, and when
 // the state changes.
-func (w *watchServer) run(ctx context.Context) error {
+func (w *watchServer) run(ctx context.Context) {
 	w.began = time.Now()
 	tick := time.NewTicker(w.order.Interval)
 	defer tick.Stop()
@@ -129,14 +129,11 @@ func (w *watchServer) run(ctx context.Context) error {
 		w.send(device.Signal{Watcher: w.state()})
 		select {
 		case <-ctx.Done():
-			return nil
+			return
 		case <-w.stateChanged:
-		case a := <-w.returned:
-			return needsNVMLRestart(a)
+		case w.newGPU = <-w.returned:
 		case <-tick.C:
-			if err := w.watchNewCards(ctx); err != nil {
-				return err
-			}
+			w.watchNewCards(ctx)
 		}
 	}
 }
@@ -178,35 +175,30 @@ func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
 }
 
 // watchNewCards watches cards that are new on the PCI bus. NVML may know only the cards that were
-// present at its start. If it does not know a new card, watchNewCards returns an error, so that a
-// new child process restarts NVML.
-func (w *watchServer) watchNewCards(ctx context.Context) error {
+// present at its start. A card that it does not know, or knows as lost from before, becomes newGPU.
+func (w *watchServer) watchNewCards(ctx context.Context) {
 	ours, foreign := w.order.addresses()
 	w.dropForeign(foreign)
 	for _, a := range ours {
 		if w.cards[a] != nil {
 			continue
 		}
-		listed, err := nvmlx.Bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
+		known, err := nvmlx.Bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
 			_, ret := w.lib.DeviceGetHandleByPciBusId(nvmlx.BusID(a))
-			return !nvmlx.IsAbsent(ret), nil
+			return !nvmlx.IsAbsent(ret) && ret != nvml.ERROR_GPU_IS_LOST, nil
 		})
-		if err == nil && !listed {
-			return needsNVMLRestart(a)
+		if err == nil && !known {
+			w.newGPU = a
+			continue
 		}
 		w.watch(ctx, a)
 	}
-	return nil
-}
-
-func needsNVMLRestart(a device.PCIAddress) error {
-	return fmt.Errorf("NVML must be restarted to see the new GPU at %s", a)
 }
 
 // state returns the watcher's state, with an error that names the cards that deliver no events. It
 // leaves out cards that do not answer polls, because their conditions already say so.
 func (w *watchServer) state() *device.WatcherState {
-	s := &device.WatcherState{Up: true, Events: true, At: time.Now()}
+	s := &device.WatcherState{Up: true, Events: true, NewGPU: w.newGPU, At: time.Now()}
 	var silent []string
 	for _, a := range slices.Sorted(maps.Keys(w.cards)) {
 		c := w.cards[a]

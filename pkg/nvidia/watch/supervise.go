@@ -12,11 +12,11 @@ import (
 )
 
 // restorePause is the wait before a watcher process is replaced to watch a card again, so that
-// cards whose mode changes end at about the same time share one replacement.
+// cards that return at about the same time share one replacement.
 const restorePause = 500 * time.Millisecond
 
-// supervise emits the signals of child until it fails, and replaces child when the set of cards
-// excluded from the watch changes.
+// supervise emits the signals of child until it fails. It replaces child when the set of cards
+// excluded from the watch changes, and when child asks for it because of a new card.
 func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	epoch := host.DriverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
@@ -24,6 +24,11 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	var next starting
 	var retry <-chan time.Time // when to start a replacement, nil while unset
 	failed := false            // the last replacement could not take over
+	newGPU := false            // child asked to be replaced
+	outdated := func() (now, soon bool) {
+		now, soon = w.excluded.Outdated(child.coverage)
+		return now, soon || newGPU
+	}
 	replace := func() {
 		w.watchHangingApart(ctx)
 		next = w.startReplacement(ctx)
@@ -37,13 +42,15 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 				next = starting{}
 			}
 		}
-		if now, soon := w.excluded.Outdated(child.coverage); next.ready == nil && (now || soon) {
+		if now, soon := outdated(); next.ready == nil && (now || soon) {
 			switch {
 			case now && !w.excluded.LeavesAny(w.cards()):
 				w.drainAndKill(child, epoch)
 				return errExcluded
 			case now && !failed:
 				replace()
+			case retry == nil && failed && !now:
+				retry = time.After(w.options.Interval) // NVML does not start, and a try wakes all GPUs
 			case retry == nil:
 				retry = time.After(restorePause)
 			}
@@ -52,7 +59,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 		case <-changed:
 		case <-retry:
 			retry, failed = nil, false
-			if now, soon := w.excluded.Outdated(child.coverage); next.ready == nil && (now || soon) {
+			if now, soon := outdated(); next.ready == nil && (now || soon) {
 				replace()
 			}
 		case r := <-next.ready:
@@ -70,7 +77,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 				continue
 			}
 			w.handOver(child, epoch, r)
-			child, epoch = r.child, r.epoch
+			child, epoch, newGPU = r.child, r.epoch, false
 			w.excluded.Listening(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.Messages:
@@ -81,6 +88,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
 				w.excluded.Listening(child.coverage)
 			}
+			newGPU = newGPU || s.Watcher != nil && s.Watcher.NewGPU != ""
 			w.forward(s, epoch) // forward may block, so reset the timer after it
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
 				w.drainAndKill(child, epoch)

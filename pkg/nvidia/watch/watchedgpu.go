@@ -28,7 +28,7 @@ type watchedGPU struct {
 
 	leftBus bool   // the card left the bus and has not answered since
 	unbound bool   // the card had no kernel driver and has not answered since
-	inode   uint64 // inode of the card's sysfs directory at the last answer
+	inode   uint64 // inode of the card's sysfs directory at the start and then at the last answer
 
 	reporting sync.Mutex // held during a report
 	stopped   bool
@@ -41,7 +41,7 @@ type watchedGPU struct {
 func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 	c := &watchedGPU{
 		order: w.order, began: w.began, progress: wake.New(), pollNow: wake.New(),
-		returned: w.returned, opens: w.opens, onOpen: w.opens.Add(),
+		returned: w.returned, opens: w.opens, onOpen: w.opens.Add(), inode: host.Inode(w.order.Paths.Sysfs, a),
 	}
 	ctx, c.cancel = context.WithCancel(ctx)
 	c.poller = newHealthPoller(w.order.Paths, w.lib, c.progress.Wake, a)
