@@ -153,6 +153,34 @@ func TestNewInstanceTakesOverSavedFindings(t *testing.T) {
 	}
 }
 
+// An upgrade may find a card with so many findings that one stands for all others.
+func TestLoadKeepsThatOtherFindingsNeedReset(t *testing.T) {
+	s, _ := newStore()
+	rules := Rules{}
+	for code := range uint64(maxFindings) {
+		rules[2000+code] = Degrading // these end by time
+	}
+	fill := func(w *testMonitor) {
+		for code := range rules {
+			w.sendXID(code)
+		}
+	}
+	old := newTestMonitor(t, rules)
+	fill(old)
+	old.sendXID(175)
+	if err := s.Save(old.Monitor); err != nil {
+		t.Fatal(err)
+	}
+	w := newTestMonitor(t, rules)
+	fill(w)
+	w.now = old.now
+	if err := s.Load(w.Monitor, w.now); err != nil {
+		t.Fatal(err)
+	}
+	w.healthyFor(2 * quietPeriod)
+	w.wantState(gpuName, Degraded)
+}
+
 func TestLoadDoesNotReviveEndedFindings(t *testing.T) {
 	s, _ := newStore()
 	old := newTestMonitor(t, nil)
