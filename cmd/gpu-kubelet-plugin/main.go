@@ -6,15 +6,16 @@ package main
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/signal"
+	"strconv"
 	"syscall"
 
-	"k8s.io/component-base/logs"
-	logsapi "k8s.io/component-base/logs/api/v1"
-	_ "k8s.io/component-base/logs/json/register" // --logging-format json
+	"github.com/go-logr/logr"
 	"k8s.io/klog/v2"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
@@ -59,7 +60,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	context.AfterFunc(ctx, stop)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
-	logs.FlushLogs()
+	klog.Flush()
 	os.Exit(code)
 }
 
@@ -94,14 +95,27 @@ type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
 
-// startLogging sets up klog as configured. klog allows this only once per process.
+// startLogging sets up klog for this process, as configured.
 func startLogging(cfg *config.Config) error {
-	c := logsapi.NewLoggingConfiguration()
-	c.Format = cfg.LoggingFormat
-	c.Verbosity = logsapi.VerbosityLevel(uint32(cfg.Verbosity)) //nolint:gosec // validated to be between 0 and 10
-	if err := logsapi.ValidateAndApply(c, nil); err != nil {
-		return usageError{fmt.Errorf("--logging-format: %w", err)}
+	flags := flag.NewFlagSet("", flag.ContinueOnError)
+	klog.InitFlags(flags)
+	if err := flags.Set("v", strconv.Itoa(cfg.Verbosity)); err != nil {
+		return fmt.Errorf("set the verbosity of the log: %w", err)
 	}
-	klog.EnableContextualLogging(true)
+	if cfg.LoggingFormat == "json" {
+		handler := slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{
+			AddSource: true, Level: slog.Level(-cfg.Verbosity), ReplaceAttr: readableDuration,
+		})
+		klog.SetLoggerWithOptions(logr.FromSlogHandler(handler), klog.ContextualLogger(true))
+	}
+	slog.SetDefault(slog.New(logr.ToSlogHandler(klog.Background()))) // for libraries, also those that use package log
 	return nil
+}
+
+// readableDuration writes a duration as text with its unit, as klog does.
+func readableDuration(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		a.Value = slog.StringValue(a.Value.Duration().String())
+	}
+	return a
 }

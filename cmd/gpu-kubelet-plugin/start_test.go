@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
@@ -17,6 +18,12 @@ const asPlugin = "GPU_KUBELET_PLUGIN_TEST_AS_PLUGIN"
 // serveAndFail starts the plugin on a fake node with a GPU, and fails the test if the plugin
 // succeeds. It returns the last line of the plugin's output and its exit code.
 func serveAndFail(t *testing.T, environ []string, args ...string) (lastLine string, code int) {
+	t.Helper()
+	lines, code := outputOfFailure(t, environ, args...)
+	return lines[len(lines)-1], code
+}
+
+func outputOfFailure(t *testing.T, environ []string, args ...string) (lines []string, code int) {
 	t.Helper()
 	root := t.TempDir()
 	pciDevice(t, root, "0000:1b:00.0", "0x10de", "0x030200")
@@ -37,8 +44,21 @@ func serveAndFail(t *testing.T, environ []string, args ...string) (lastLine stri
 	if !errors.As(err, &exit) {
 		t.Fatalf("the plugin did not fail: %v\n%s", err, out)
 	}
-	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
-	return lines[len(lines)-1], exit.ExitCode()
+	return strings.Split(strings.TrimSpace(string(out)), "\n"), exit.ExitCode()
+}
+
+func TestLogCanBeJSON(t *testing.T) {
+	lines, _ := outputOfFailure(t, nil, "--logging-format=json", "--v=4", "--cdi-root=/proc/cdi")
+	log := lines[:len(lines)-1] // the last line is the error
+	if len(log) == 0 {
+		t.Fatalf("nothing was logged before %q", lines)
+	}
+	for _, line := range log {
+		var entry struct{ Time, Level, Msg string }
+		if err := json.Unmarshal([]byte(line), &entry); err != nil || entry.Time == "" || entry.Level == "" || entry.Msg == "" {
+			t.Errorf("%s: %v", line, err)
+		}
+	}
 }
 
 func TestStartFailsWithOneClearError(t *testing.T) {
