@@ -147,7 +147,7 @@ func mustPrepare(t *testing.T, p *plugin, c *resourceapi.ResourceClaim) []kubele
 // reconcileUnreadable fails the test unless Reconcile reports an unreadable record.
 func reconcileUnreadable(t *testing.T, p *plugin) {
 	t.Helper()
-	if err := p.Reconcile(t.Context()); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "is unreadable") {
+	if err := p.Reconcile(t.Context()); cause.Of(err) != cause.Record || !strings.Contains(err.Error(), "until it is unprepared") {
 		t.Fatal(err)
 	}
 }

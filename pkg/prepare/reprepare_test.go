@@ -15,6 +15,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
 )
 
 func TestRePrepareRestoresMissingCDISpec(t *testing.T) {
@@ -139,8 +140,12 @@ func TestReplacedGPUIsRefused(t *testing.T) {
 	if cause.Of(err) != cause.Device || !strings.Contains(err.Error(), "GPU-0") || !strings.Contains(err.Error(), "GPU-new") {
 		t.Error(err)
 	}
-	if err := p.Reconcile(t.Context()); err == nil || w.specs.of("uid-c") != "" {
+	err = p.Reconcile(t.Context())
+	if w.specs.of("uid-c") != "" {
 		t.Errorf("a restarted container gets the other card: %v", err)
+	}
+	if lost := reconcile.LostDevices(err); len(lost) != 1 || lost[0].Device != gpu0 || !strings.Contains(lost[0].Error(), "was replaced") {
+		t.Errorf("the claim's device is not reported as lost: %v", err)
 	}
 	mustUnprepare(t, p, "uid-c")
 	mustPrepare(t, p, c)

@@ -66,8 +66,8 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 }
 
 // planFromRecord makes a plan from a record and the current inventory. known is false if the
-// inventory lacks one of the claim's GPUs. If a card was replaced, planFromRecord removes the
-// claim's CDI spec, so that no container gets the new card.
+// inventory lacks one of the claim's GPUs. If a card was replaced, the claim's device is lost: see
+// [LostError].
 func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapshot) (pl *plan, known bool, err error) {
 	pl = &plan{snapshot: snapshot, record: r}
 	pl.record.Devices = slices.Clone(r.Devices)
@@ -77,7 +77,7 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 			return nil, false, nil
 		}
 		if wasReplaced(d, req) {
-			return nil, false, errors.Join(replacedError(d, req.gpu.UUID), p.node.Specs.RemoveClaim(r.ClaimUID))
+			return nil, false, p.markLost(pl, d, fmt.Errorf("the card was replaced: it was GPU %s and is GPU %s", d.GPUUUID, req.gpu.UUID))
 		}
 		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
 		pl.partitioned = pl.partitioned || req.name.Partition != nil
