@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -115,14 +116,24 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 // while a process hangs with its memory map locked.
 const errorLimit = time.Second
 
+// reading is locked while a goroutine of [UsersForError] reads /proc, so that only one can hang.
+var reading sync.Mutex
+
 // UsersForError is [UsersOf] for an error message. The message must not wait for a process that
-// hangs, so the list is empty if /proc does not answer in time.
+// hangs. So the list is empty if /proc does not answer in time, or has not answered an earlier
+// call.
 func UsersForError(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
-	users := make(chan []nvidia.Process, 1)
-	go func() { users <- UsersOf(p, of) }()
+	if !reading.TryLock() {
+		return nil
+	}
+	found := make(chan []nvidia.Process, 1)
+	go func() {
+		defer reading.Unlock()
+		found <- UsersOf(p, of)
+	}()
 	select {
-	case found := <-users:
-		return found
+	case users := <-found:
+		return users
 	case <-time.After(errorLimit):
 		return nil
 	}
