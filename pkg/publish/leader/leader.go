@@ -76,13 +76,12 @@ var errHandover = errors.New("a newer instance of the plugin asked to lead")
 func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	request := flock.New(l.requestPath)
 	defer func() { _ = request.Unlock() }()
-	if !l.NewerLeads() {
+	if !l.findNewer() { // first without the lock, which asks an older leader
 		if _, err := request.TryLockContext(ctx, lockPoll); err != nil {
 			return nil, fmt.Errorf("lock %s: %w", request.Path(), err)
 		}
-		// The leader wrote its start time while it had the request file locked.
-		if l.leaderStarted().After(l.started) {
-			l.newerLeads.Store(true)
+		// Another instance that asked has led since, and written its start time before it unlocked.
+		if l.findNewer() {
 			_ = request.Unlock()
 		}
 	}
@@ -108,10 +107,19 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	return l.leading, nil
 }
 
-// leaderStarted returns the start time of the last leader, or the zero time if it is unknown.
+// findNewer reports whether a newer instance leads or has led last.
+func (l *Lock) findNewer() bool {
+	if l.leaderStarted().After(l.started) {
+		l.newerLeads.Store(true)
+	}
+	return l.NewerLeads()
+}
+
+// leaderStarted returns the start time of the last leader, or the zero time if it is unknown. It
+// ignores a time in the future, because the clock was set back.
 func (l *Lock) leaderStarted() (started time.Time) {
 	text, err := os.ReadFile(l.lock.Path())
-	if err != nil || started.UnmarshalText(text) != nil {
+	if err != nil || started.UnmarshalText(text) != nil || started.After(time.Now()) {
 		return time.Time{}
 	}
 	return started
