@@ -70,8 +70,8 @@ func (w *world) testBrokenRecords(t *testing.T) {
 		eventually(t, 60*time.Second, fmt.Sprintf("the log says %q of the %s record", k.says, kind), func() (bool, string) {
 			log := w.logOf(t, badNode)
 			return slices.ContainsFunc(strings.Split(log, "\n"), func(line string) bool {
-				return strings.Contains(line, "its devices stay in use") && strings.Contains(line, uid) &&
-					strings.Contains(line, k.says)
+				return strings.Contains(line, "its devices stay in use") && strings.Contains(line, uid) && strings.Contains(line, k.says) &&
+					strings.Contains(line, "until it is unprepared") == (kind != "future") // Unprepare leaves a newer record alone
 			}), log
 		})
 	}
