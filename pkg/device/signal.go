@@ -162,9 +162,10 @@ type WatcherState struct {
 	Events bool `json:"events"`
 	// Error explains why Up or Events is false.
 	Error string `json:"error,omitempty"`
-	// NewGPU is a GPU that came to the PCI bus, or back to NVIDIA's driver, after the watcher process
-	// started NVML, which does not know it. Another process must take over.
-	NewGPU PCIAddress `json:"newGPU,omitempty"`
+	// ChangedGPU is a GPU that came to NVIDIA's driver, or began to leave it, after the watcher
+	// process started NVML, which knows no new GPUs and keeps the others open. Another process must
+	// take over.
+	ChangedGPU PCIAddress `json:"changedGPU,omitempty"`
 	// Released is true after the watcher process closed all GPUs because the plugin asked it to.
 	Released bool `json:"released,omitempty"`
 	// Driver identifies one load of the kernel driver. If it changes, the driver was loaded again, so

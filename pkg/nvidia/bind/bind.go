@@ -18,9 +18,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/vfio"
 )
 
-// nvidiaDriver is the name of NVIDIA's kernel driver in sysfs.
-const nvidiaDriver = "nvidia"
-
 // unwatchLimit is how long a release waits until the health watch leaves the card out. Without
 // that, the watch has a gap when the card returns. A new watcher may need seconds for each card.
 const unwatchLimit = 20 * time.Second
@@ -76,7 +73,7 @@ func (b *Binder) Look(ctx context.Context, card device.Card) (f vfio.Found, err 
 		return f, err
 	}
 	f.Functions = a.List
-	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != nvidiaDriver {
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != host.NVIDIADriver {
 		return f, nil
 	}
 	if f.Persistence, err = b.persistenced().Keeps(ctx, card.PCIAddress); err != nil || f.Persistence {
@@ -92,7 +89,7 @@ func (b *Binder) Bind(ctx context.Context, card device.Card, f vfio.Found) error
 	if b.isBound(f) {
 		return nil
 	}
-	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == nvidiaDriver {
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) == host.NVIDIADriver {
 		if err := b.persistenced().Close(ctx, card.PCIAddress); err != nil {
 			return err
 		}
@@ -124,7 +121,7 @@ func (b *Binder) isBound(f vfio.Found) bool {
 // Release gives the card and its companions back to the drivers that they had. The error has
 // [device.FailureInUse] and names the processes if some still use the card through VFIO.
 func (b *Binder) Release(ctx context.Context, card device.Card, f vfio.Found) error {
-	if f.Driver(card.PCIAddress) == nvidiaDriver && host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != nvidiaDriver {
+	if f.Driver(card.PCIAddress) == host.NVIDIADriver && host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != host.NVIDIADriver {
 		limit := unwatchLimit
 		if deadline, ok := ctx.Deadline(); ok {
 			limit = min(limit, time.Until(deadline)/2) // the release itself needs time, too

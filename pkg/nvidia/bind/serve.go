@@ -147,7 +147,7 @@ func (o order) checkIdle(b vfio.Binding) error {
 func (o order) awaitIdle(ctx context.Context) (err error) {
 	_ = wait.PollUntilContextTimeout(ctx, idlePoll, idleLimit, true, func(context.Context) (bool, error) {
 		err = nil
-		if host.Driver(o.Paths.Sysfs, o.Card) == nvidiaDriver {
+		if host.Driver(o.Paths.Sysfs, o.Card) == host.NVIDIADriver {
 			err = o.checkIdle(vfio.Binding{Address: o.Card})
 		}
 		return err == nil, nil
@@ -158,7 +158,7 @@ func (o order) awaitIdle(ctx context.Context) (err error) {
 // nodes returns the device nodes through which processes use the card now: that of NVIDIA's driver,
 // or those of VFIO.
 func (o order) nodes() (host.DeviceNodes, error) {
-	if host.Driver(o.Paths.Sysfs, o.Card) != nvidiaDriver {
+	if host.Driver(o.Paths.Sysfs, o.Card) != host.NVIDIADriver {
 		return host.VFIONodes(vfio.NodesOf(o.Paths.Sysfs, o.Dev, o.Card)...), nil
 	}
 	minor, err := host.Minor(o.Paths, o.Card)

@@ -80,7 +80,7 @@ func FuzzPCIFunction(f *testing.F) {
 			}
 			g := device.GPU{PCIAddress: a}
 			locate(sysfs, &g)
-			_, _ = host.Driver(sysfs, a), host.Inode(sysfs, a)
+			_, _ = host.Driver(sysfs, a), host.Incarnation(nvidia.Paths{Sysfs: sysfs}, a)
 		}
 		if len(gpus) > 0 && !slices.Equal([]string{string(gpus[0])}, []string{strings.ToLower(name)}) {
 			t.Errorf("%q is listed as %v", name, gpus)

@@ -32,17 +32,17 @@ func newHealthPoller(p nvidia.Paths, lib nvml.Interface, progress func(), at dev
 var errOffBus = errors.New("it has left the PCI bus")
 
 // condition reads the card's health. If a query fails, c has its error and the values of the
-// queries that succeeded. offBus says that the card has left the PCI bus.
-func (p *healthPoller) condition() (c device.Condition, offBus bool) {
+// queries that succeeded.
+func (p *healthPoller) condition() device.Condition {
 	start := time.Now()
-	c = device.Condition{Reach: device.ReachOK}
+	c := device.Condition{Reach: device.ReachOK}
 	err := p.read(&c)
 	if err != nil {
 		c.Reach, c.Error = reachOf(err), err.Error()
 	}
 	c.Card, c.At = p.card, time.Now()
 	c.Took = c.At.Sub(start)
-	return c, errors.Is(err, errOffBus)
+	return c
 }
 
 // reachOf returns what the error of a poll says about the card: it is lost, needs a reset, or the

@@ -25,8 +25,8 @@ func conditionOf(t *testing.T, change func(*mock.Device)) device.Condition {
 		change(d)
 		return d, nvml.SUCCESS
 	}
-	c, gone := newHealthPoller(h.Paths().WithDefaults(), library, func() {}, "0000:1b:00.0").condition()
-	if gone || c.Card.UUID != cards[1].UUID {
+	c := newHealthPoller(h.Paths().WithDefaults(), library, func() {}, "0000:1b:00.0").condition()
+	if c.Card.UUID != cards[1].UUID {
 		t.Errorf("%+v", c)
 	}
 	return c

@@ -74,7 +74,7 @@ func TestAnotherProcessTakesOverForLateBoundCard(t *testing.T) {
 		})
 	}
 	bind(s, s.Card(1), "nvidia")
-	w.awaitState(func(state device.WatcherState) bool { return state.NewGPU == s.Card(1).PCIAddress })
+	w.awaitState(func(state device.WatcherState) bool { return state.ChangedGPU == s.Card(1).PCIAddress })
 	s.Change(func(_ *layout.Config, f *state.File) error { return f.ClearFaults() })
 	w.await("the returned card", func(signal device.Signal) bool {
 		if signal.Watcher != nil && !signal.Watcher.Up {
@@ -82,4 +82,28 @@ func TestAnotherProcessTakesOverForLateBoundCard(t *testing.T) {
 		}
 		return signal.Condition != nil && signal.Condition.Card.PCIAddress == s.Card(1).PCIAddress && answers(*signal.Condition)
 	})
+}
+
+func TestFailedReplacementKeepsTheWatch(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	record, started := recorded(t)
+	w := watchSite(s, record)
+	w.awaitCondition(s.Card(0), answers)
+	s.Fault(state.Fault{Kind: state.FaultFail, GPU: state.AnyGPU, Error: uint32(nvml.ERROR_LIB_RM_VERSION_MISMATCH)}, "nvmlInit_v2", 0)
+	bind(s, s.Card(1), "") // the kernel may wait until the watcher closes it
+	w.awaitState(func(state device.WatcherState) bool { return state.ChangedGPU == s.Card(1).PCIAddress })
+	for after := 0; after < 10; { // conditions after the start of the replacement
+		w.await("a condition of the other card", func(signal device.Signal) bool {
+			if signal.Watcher != nil && !signal.Watcher.Up {
+				t.Errorf("the other card is not watched: %+v", signal.Watcher)
+			}
+			return signal.Condition != nil && signal.Condition.Card == s.Card(0) && answers(*signal.Condition)
+		})
+		if len(started()) > 1 {
+			after++
+		}
+	}
+	if n := len(started()); n != 2 {
+		t.Errorf("%d processes were started, want the watcher and one replacement", n)
+	}
 }

@@ -52,21 +52,27 @@ func (s starting) abandon() {
 // watchHangingApart gives each hung card its own watcher process, up to maxApart. Otherwise each
 // replacement for all cards would leave one more process that hangs in the driver.
 func (w *watcher) watchHangingApart(ctx context.Context) {
+	if w.only != "" {
+		return // it is apart already
+	}
 	for _, a := range slices.Clone(w.hanging) {
 		if len(w.apart) < maxApart && !slices.Contains(w.apart, a) && w.excluded.LeavesAny([]device.PCIAddress{a}) {
 			w.watchApart(ctx, a)
 		}
 	}
+	w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool { return slices.Contains(w.apart, a) })
 }
 
 // startReplacement starts a replacement process. The channel ready of the result gets the
-// replacement when it receives events or has failed.
-func (w *watcher) startReplacement(ctx context.Context) starting {
+// replacement when it receives events or has failed. A replacement only for a changed card
+// (forCard) fails while two processes hang, maybe on this card: MIG mode changes of others need
+// some, too.
+func (w *watcher) startReplacement(ctx context.Context, forCard bool) starting {
 	ctx, cancel := context.WithCancel(ctx)
 	ready := make(chan replacement, 1)
 	next := starting{ready: ready, cancel: cancel}
 	w.children = slices.DeleteFunc(w.children, func(c *watchChild) bool { return c.IsGone() })
-	if n := len(w.children) - 1; n >= child.MaxStuck {
+	if n := len(w.children) - 1; n >= child.MaxStuck || forCard && n > 1 {
 		ready <- replacement{err: stuckError(n)}
 		return next
 	}

@@ -32,9 +32,6 @@ const (
 	minPollInterval = 500 * time.Millisecond
 )
 
-// nvidiaDriver is the name of NVIDIA's kernel driver in sysfs.
-const nvidiaDriver = "nvidia"
-
 // watchOrder tells a child process of Run what to do.
 type watchOrder struct {
 	Paths    nvidia.Paths  `json:"paths"`
@@ -61,6 +58,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 	}
 	defer cancel()
 	order.Paths = order.Paths.WithDefaults()
+	known := order.incarnations() // before NVML looks, so that a card that comes meanwhile counts as new
 	library, err := nvmlx.Bounded(ctx, initLimit, "nvmlInit", func() (nvml.Interface, error) { return open(order.Paths) })
 	if err != nil {
 		if ctx.Err() != nil {
@@ -70,7 +68,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 	}
 	w := &watchServer{
 		order: order, lib: library, encoder: json.NewEncoder(out), cancel: cancel, opens: nvmlx.NewPendingOpens(),
-		stateChanged: wake.New(), returned: make(chan device.PCIAddress, 1),
+		stateChanged: wake.New(), known: known,
 		cards: map[device.PCIAddress]*watchedGPU{}, foreign: map[device.PCIAddress]bool{},
 	}
 	w.run(ctx)
@@ -78,8 +76,8 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, open func(nvidia.Pa
 	return w.sendError
 }
 
-// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards, foreign
-// and newGPU.
+// watchServer watches the GPUs in the child process. Only the goroutine of run uses cards, foreign,
+// known and changed.
 type watchServer struct {
 	order watchOrder
 	began time.Time
@@ -90,10 +88,10 @@ type watchServer struct {
 	// foreign are the cards bound to another kernel driver for which a signal with ReachNotOurs was
 	// already sent.
 	foreign map[device.PCIAddress]bool
-	// returned gets the address of a card that is back on the PCI bus, but unknown to NVML.
-	returned chan device.PCIAddress
-	// newGPU is the last card that NVML should know and does not, see [device.WatcherState].
-	newGPU device.PCIAddress
+	// known are the incarnations of the cards that NVIDIA's driver listed when NVML started.
+	known map[device.PCIAddress]uint64
+	// changed is the last card whose incarnation changed, see [device.WatcherState].
+	changed device.PCIAddress
 	// opens counts the cards that have not answered this child yet.
 	opens *nvmlx.PendingOpens
 
@@ -131,9 +129,8 @@ func (w *watchServer) run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-w.stateChanged:
-		case w.newGPU = <-w.returned:
 		case <-tick.C:
-			w.watchNewCards(ctx)
+			w.compareCards()
 		}
 	}
 }
@@ -146,13 +143,25 @@ func (o watchOrder) addresses() (ours, foreign []device.PCIAddress) {
 		if len(o.Only) > 0 && !slices.Contains(o.Only, a) || slices.Contains(o.Except, a) {
 			continue
 		}
-		if driver := host.Driver(o.Paths.Sysfs, a); driver != "" && driver != nvidiaDriver {
+		if driver := host.Driver(o.Paths.Sysfs, a); driver != "" && driver != host.NVIDIADriver {
 			foreign = append(foreign, a)
 		} else {
 			ours = append(ours, a)
 		}
 	}
 	return ours, foreign
+}
+
+// incarnations returns the cards that NVIDIA's driver lists now.
+func (o watchOrder) incarnations() map[device.PCIAddress]uint64 {
+	found := map[device.PCIAddress]uint64{}
+	ours, _ := o.addresses()
+	for _, a := range ours {
+		if i := host.Incarnation(o.Paths, a); i != 0 {
+			found[a] = i
+		}
+	}
+	return found
 }
 
 // dropForeign stops watching the cards that are now bound to another kernel driver, and reports
@@ -174,31 +183,24 @@ func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
 	}
 }
 
-// watchNewCards watches cards that are new on the PCI bus. NVML may know only the cards that were
-// present at its start. A card that it does not know, or knows as lost from before, becomes newGPU.
-func (w *watchServer) watchNewCards(ctx context.Context) {
+// compareCards looks for cards that came to NVIDIA's driver or began to leave it since NVML
+// started. NVML in this process does not know the former. It has the latter open, and the kernel
+// may wait until it closes them. A card that has left the bus stays in w.cards and counts as lost.
+func (w *watchServer) compareCards() {
 	ours, foreign := w.order.addresses()
 	w.dropForeign(foreign)
+	maps.DeleteFunc(w.known, func(a device.PCIAddress, _ uint64) bool { return !slices.Contains(ours, a) })
 	for _, a := range ours {
-		if w.cards[a] != nil {
-			continue
+		if host.Incarnation(w.order.Paths, a) != w.known[a] {
+			w.changed = a
 		}
-		known, err := nvmlx.Bounded(ctx, w.order.Wedged, "NVML", func() (bool, error) {
-			_, ret := w.lib.DeviceGetHandleByPciBusId(nvmlx.BusID(a))
-			return !nvmlx.IsAbsent(ret) && ret != nvml.ERROR_GPU_IS_LOST, nil
-		})
-		if err == nil && !known {
-			w.newGPU = a
-			continue
-		}
-		w.watch(ctx, a)
 	}
 }
 
 // state returns the watcher's state, with an error that names the cards that deliver no events. It
 // leaves out cards that do not answer polls, because their conditions already say so.
 func (w *watchServer) state() *device.WatcherState {
-	s := &device.WatcherState{Up: true, Events: true, NewGPU: w.newGPU, At: time.Now()}
+	s := &device.WatcherState{Up: true, Events: true, ChangedGPU: w.changed, At: time.Now()}
 	var silent []string
 	for _, a := range slices.Sorted(maps.Keys(w.cards)) {
 		c := w.cards[a]

@@ -7,35 +7,39 @@ import (
 	"slices"
 	"time"
 
+	"k8s.io/klog/v2"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
 
-// restorePause is the wait before a watcher process is replaced to watch a card again, so that
+// restorePause is the wait before a watcher process is replaced for a card that returns, so that
 // cards that return at about the same time share one replacement.
 const restorePause = 500 * time.Millisecond
 
 // supervise emits the signals of child until it fails. It replaces child when the set of cards
-// excluded from the watch changes, and when child asks for it because of a new card.
+// excluded from the watch changes, and when child reports a card that came or leaves.
 func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	epoch := host.DriverLoad(w.options.Paths)
 	silence := time.NewTimer(initLimit + w.options.Interval)
 	defer silence.Stop()
 	var next starting
-	var retry <-chan time.Time // when to start a replacement, nil while unset
-	failed := false            // the last replacement could not take over
-	newGPU := false            // child asked to be replaced
+	var retry <-chan time.Time    // when to start a replacement, nil while unset
+	failed := false               // the last replacement could not take over
+	var changed device.PCIAddress // a card that child must be replaced for, none if it is empty
+	var notBefore time.Time       // child reports the card again and again, and a try wakes all GPUs
 	outdated := func() (now, soon bool) {
 		now, soon = w.excluded.Outdated(child.coverage)
-		return now, soon || newGPU
+		return now, soon || changed != ""
 	}
 	replace := func() {
 		w.watchHangingApart(ctx)
-		next = w.startReplacement(ctx)
+		now, soon := w.excluded.Outdated(child.coverage)
+		next = w.startReplacement(ctx, !now && !soon)
 	}
 	defer func() { next.abandon() }()
 	for {
-		changed := w.excluded.Changes()
+		excluded := w.excluded.Changes()
 		if next.coverage != nil {
 			if now, _ := w.excluded.Outdated(next.coverage); now {
 				next.abandon()
@@ -49,14 +53,12 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 				return errExcluded
 			case now && !failed:
 				replace()
-			case retry == nil && failed && !now:
-				retry = time.After(w.options.Interval) // NVML does not start, and a try wakes all GPUs
 			case retry == nil:
 				retry = time.After(restorePause)
 			}
 		}
 		select {
-		case <-changed:
+		case <-excluded:
 		case <-retry:
 			retry, failed = nil, false
 			if now, soon := outdated(); next.ready == nil && (now || soon) {
@@ -65,19 +67,28 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 		case r := <-next.ready:
 			next.cancel()
 			next, retry, failed = starting{}, nil, r.err != nil
-			w.excluded.Replaced(r.err)
+			now, soon := w.excluded.Outdated(child.coverage)
+			forCard := !now && !soon // the replacement was for the card changed alone
+			if w.only == "" && (!failed || !forCard) {
+				w.excluded.Replaced(r.err)
+			}
 			if failed {
 				r.abandon()
+				if forCard {
+					klog.FromContext(ctx).Error(r.err, "Failed to replace the watcher process, which does not know a GPU", "gpu", changed)
+					failed, changed, notBefore = false, "", time.Now().Add(lastRestart)
+					continue
+				}
 				// If no replacement works, end the old process anyway so that it closes the card: a
 				// gap in the watch is better than refusing every MIG mode change.
-				if now, _ := w.excluded.Outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
+				if now && !errors.Is(r.err, errStuck) {
 					w.drainAndKill(child, epoch)
 					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
 				}
 				continue
 			}
 			w.handOver(child, epoch, r)
-			child, epoch, newGPU = r.child, r.epoch, false
+			child, epoch, changed = r.child, r.epoch, ""
 			w.excluded.Listening(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.Messages:
@@ -88,7 +99,9 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			if s.Watcher != nil && s.Watcher.Up && s.Watcher.Events {
 				w.excluded.Listening(child.coverage)
 			}
-			newGPU = newGPU || s.Watcher != nil && s.Watcher.NewGPU != ""
+			if s.Watcher != nil && s.Watcher.ChangedGPU != "" && time.Now().After(notBefore) {
+				changed = s.Watcher.ChangedGPU
+			}
 			w.forward(s, epoch) // forward may block, so reset the timer after it
 			if len(w.hanging) > 1 && len(w.apart) < maxApart {
 				w.drainAndKill(child, epoch)
@@ -152,8 +165,8 @@ func (w *watcher) forward(s device.Signal, epoch string) {
 		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {
 			return a == c.Card.PCIAddress && c.Reach != device.ReachWedged
 		})
-		if c.Reach == device.ReachWedged && !slices.Contains(w.hanging, c.Card.PCIAddress) {
-			w.hanging = append(w.hanging, c.Card.PCIAddress)
+		if a := c.Card.PCIAddress; c.Reach == device.ReachWedged && !slices.Contains(w.hanging, a) && !slices.Contains(w.apart, a) {
+			w.hanging = append(w.hanging, a)
 		}
 	}
 	switch {

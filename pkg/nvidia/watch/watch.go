@@ -59,8 +59,8 @@ type Changer interface {
 }
 
 // Run watches all GPUs until ctx ends, and calls emit with one signal at a time. It does not
-// change the GPUs. NVML runs in a child process. Run replaces a child that dies, falls silent, or
-// whose NVML does not know a new GPU. Without a driver it starts no child.
+// change the GPUs. NVML runs in a child process. Run replaces a child that dies, falls silent or
+// does not know a new GPU. Without a driver it starts no child.
 //
 // A hung GPU blocks two threads of the child. It does not block other GPUs, unless its NVML call
 // holds a lock of NVML. So when two GPUs hang at once, the first one gets its own child. If the

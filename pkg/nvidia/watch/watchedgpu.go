@@ -7,13 +7,11 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
 // watchedGPU is one card in the child process of Run. A hung card blocks only its own goroutines.
-// Only the goroutine that polls uses leftBus, unbound and inode.
 type watchedGPU struct {
 	order    watchOrder
 	began    time.Time // start of the watch of all cards
@@ -22,13 +20,8 @@ type watchedGPU struct {
 	pollNow  wake.Signal // poll at once
 	events   *eventLoop
 	report   func(device.Condition)
-	returned chan<- device.PCIAddress
 	opens    *nvmlx.PendingOpens
 	onOpen   func() // called when the card has answered or is given up
-
-	leftBus bool   // the card left the bus and has not answered since
-	unbound bool   // the card had no kernel driver and has not answered since
-	inode   uint64 // inode of the card's sysfs directory at the start and then at the last answer
 
 	reporting sync.Mutex // held during a report
 	stopped   bool
@@ -41,7 +34,7 @@ type watchedGPU struct {
 func (w *watchServer) watch(ctx context.Context, a device.PCIAddress) {
 	c := &watchedGPU{
 		order: w.order, began: w.began, progress: wake.New(), pollNow: wake.New(),
-		returned: w.returned, opens: w.opens, onOpen: w.opens.Add(), inode: host.Inode(w.order.Paths.Sysfs, a),
+		opens: w.opens, onOpen: w.opens.Add(),
 	}
 	ctx, c.cancel = context.WithCancel(ctx)
 	c.poller = newHealthPoller(w.order.Paths, w.lib, c.progress.Wake, a)
@@ -88,7 +81,7 @@ func (c *watchedGPU) reach() device.Reach {
 func (c *watchedGPU) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		answer := make(chan device.Condition, 1)
-		go func() { answer <- c.pollCondition() }()
+		go func() { answer <- c.poller.condition() }()
 		limit, opensChanged := c.opens.Limit(c.order.Wedged)
 		timer := time.NewTimer(limit)
 		for waiting := true; waiting; {
@@ -135,27 +128,6 @@ func (c *watchedGPU) pause(ctx context.Context) {
 		nvmlx.Sleep(ctx, time.Until(asked.Add(shortest)))
 	case <-time.After(max(next, shortest)):
 	}
-}
-
-func (c *watchedGPU) pollCondition() device.Condition {
-	condition, offBus := c.poller.condition()
-	driver, inode := host.Driver(c.order.Paths.Sysfs, condition.Card.PCIAddress), host.Inode(c.order.Paths.Sysfs, condition.Card.PCIAddress)
-	// A card that returns to the bus gets a sysfs directory with another inode, so a changed inode
-	// shows that the card was gone between two polls.
-	c.leftBus = c.leftBus || offBus || c.inode != 0 && inode != c.inode
-	switch {
-	case offBus:
-	case condition.Reach == device.ReachOK:
-		c.leftBus, c.unbound, c.inode = false, false, inode
-	case c.leftBus, c.unbound && driver == nvidiaDriver:
-		select {
-		case c.returned <- condition.Card.PCIAddress:
-		default:
-		}
-	case driver == "":
-		c.unbound = true
-	}
-	return condition
 }
 
 // recordCondition reports the card's condition. If the card did not answer before and now does, its

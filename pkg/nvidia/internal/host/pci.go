@@ -11,8 +11,12 @@ import (
 	"syscall"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
+
+// NVIDIADriver is the name of NVIDIA's kernel driver in sysfs.
+const NVIDIADriver = "nvidia"
 
 // GPUs lists NVIDIA's display controllers on the PCI bus: the functions with vendor 10de and class
 // 03xxxx. NVSwitches (0680xx) and audio functions do not match.
@@ -53,10 +57,15 @@ func GraphicsDevices(sysfs string, a device.PCIAddress) []string {
 
 var graphicsName = regexp.MustCompile(`^(card|renderD)[0-9]+$`)
 
-// Inode returns the inode of a PCI function's sysfs directory. Another function that later takes
-// the same address has another inode. It is 0 if no function has the address.
-func Inode(sysfs string, a device.PCIAddress) uint64 {
-	info, err := os.Stat(filepath.Join(sysfs, "bus", "pci", "devices", string(a)))
+// Incarnation returns a number for a PCI function that NVIDIA's driver has and lists. It is the
+// inode of the function's sysfs directory, so another function that later takes the address has
+// another number. It is 0 if the driver does not list the function yet or any more.
+func Incarnation(p nvidia.Paths, a device.PCIAddress) uint64 {
+	// The kernel links the driver before the driver lists the function (drivers/base/dd.c).
+	if Driver(p.Sysfs, a) != NVIDIADriver || !hostfile.Exists(filepath.Join(p.Proc, "driver/nvidia/gpus", string(a))) {
+		return 0
+	}
+	info, err := os.Stat(filepath.Join(p.Sysfs, "bus", "pci", "devices", string(a)))
 	if err != nil {
 		return 0
 	}
