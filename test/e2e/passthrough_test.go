@@ -39,6 +39,7 @@ func TestPassthrough(t *testing.T) {
 	})
 	t.Run("manifests for NVIDIA's DRA driver, and the example", w.testPassthroughManifests)
 	t.Run("a process that has a GPU open", w.testForeignHolder)
+	t.Run("an admin unbinds a GPU and binds it again", w.testUnboundByHand)
 	t.Run("without partitions, and while nvidia-persistenced runs", func(t *testing.T) {
 		w.install(t, append(values, "--set", "mig.policy=static")...)
 		w.persistenced(t)
@@ -196,6 +197,22 @@ func (w *world) testForeignHolder(t *testing.T) {
 	}
 	w.on(t, h100, "rm", "-r", process)
 	w.becomes(t, held)
+}
+
+// testUnboundByHand unbinds a GPU from NVIDIA's driver, which waits until no process has it open.
+// The plugin's watcher must close it, and a new one must watch the GPU after it is bound again.
+func (w *world) testUnboundByHand(t *testing.T) {
+	const address, name = "0000:df:00.0", "gpu-0000-df-00-0"
+	driver := clusterharness.NodeRoot + "/sys/bus/pci/drivers/nvidia/"
+	w.on(t, h100, "timeout", "60", "sh", "-c", "echo "+address+" > "+driver+"unbind")
+	w.becomes(t, name, "gpu.nvidia.com/gpu-lost=:NoSchedule")
+	w.on(t, h100, "timeout", "60", "sh", "-c", "echo "+address+" > "+driver+"bind")
+	w.becomes(t, name)
+	eventually(t, 30*time.Second, "the watcher receives the GPU's events", func() (bool, string) {
+		w.nvmlsim(t, h100, "xid", address, "31")
+		metrics := w.get(t, h100, "metrics")
+		return strings.Contains(metrics, fmt.Sprintf(`gpu_dra_health_events_total{code="xid-31",gpu=%q} `, name)), metrics
+	})
 }
 
 // persistenced starts nvidia-persistenced on the node for the rest of the test. It has all GPUs
