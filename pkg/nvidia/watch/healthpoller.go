@@ -31,8 +31,8 @@ func newHealthPoller(p nvidia.Paths, lib nvml.Interface, progress func(), at dev
 
 var errOffBus = errors.New("it has left the PCI bus")
 
-// condition reads the card's health. If a query fails, c has its error and the values of the
-// queries that succeeded.
+// condition reads the card's health. If a query fails, the result has its error and the values of
+// the queries that succeeded.
 func (p *healthPoller) condition() device.Condition {
 	start := time.Now()
 	c := device.Condition{Reach: device.ReachOK}

@@ -74,7 +74,7 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			}
 			if failed {
 				r.abandon()
-				if forCard {
+				if forCard && ctx.Err() == nil {
 					klog.FromContext(ctx).Error(r.err, "Failed to replace the watcher process, which does not know a GPU", "gpu", changed)
 					failed, changed, notBefore = false, "", time.Now().Add(lastRestart)
 					continue

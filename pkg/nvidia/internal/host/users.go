@@ -128,8 +128,9 @@ func UsersForError(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 	}
 	found := make(chan []nvidia.Process, 1)
 	go func() {
-		defer reading.Unlock()
-		found <- UsersOf(p, of)
+		users := UsersOf(p, of)
+		reading.Unlock() // before the caller can ask again
+		found <- users
 	}()
 	select {
 	case users := <-found:
