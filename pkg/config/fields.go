@@ -169,7 +169,7 @@ func (c *Config) Fields() []Field {
 	float(&c.KubeAPIQPS, "kube-api-qps", "sustained requests per second to the API server")
 	num(&c.KubeAPIBurst, "kube-api-burst", "requests to the API server in a burst; each Prepare sends one request per claim")
 	num(&c.Verbosity, "v", "log verbosity: 0 tells an operator what changed, 4 tells a developer how")
-	str(&c.LoggingFormat, "logging-format", "text or json")
+	str(&c.LoggingFormat, "logging-format", "text, or json with the keys of Go's log/slog: time, level, msg, source")
 	return fields
 }
 
