@@ -163,8 +163,8 @@ type WatcherState struct {
 	// Error explains why Up or Events is false.
 	Error string `json:"error,omitempty"`
 	// ChangedGPU is a GPU that came to NVIDIA's driver, or began to leave it, after the watcher
-	// process started NVML, which knows no new GPUs and keeps the others open. Another process must
-	// take over.
+	// process started NVML. NVML does not know a new GPU, and keeps a leaving one open. So another
+	// process must take over.
 	ChangedGPU PCIAddress `json:"changedGPU,omitempty"`
 	// Released is true after the watcher process closed all GPUs because the plugin asked it to.
 	Released bool `json:"released,omitempty"`

@@ -54,6 +54,8 @@ func TestWatchDropsCardOfAnotherDriver(t *testing.T) {
 	w.awaitCondition(s.Card(1), answers)
 	bind(s, s.Card(1), "vfio-pci")
 	w.awaitCondition(s.Card(1), notOurs)
+	bind(s, s.Card(1), "")
+	w.awaitCondition(s.Card(1), func(c device.Condition) bool { return c.Reach != device.ReachNotOurs })
 }
 
 func TestAnotherProcessTakesOverForLateBoundCard(t *testing.T) {

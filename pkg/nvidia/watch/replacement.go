@@ -40,6 +40,8 @@ type starting struct {
 	ready    <-chan replacement // nil while no replacement starts
 	cancel   context.CancelFunc
 	coverage *exclusion.Coverage // nil if the process could not be started
+	// forCard is the changed card that it starts for. It is empty if exclusions need it.
+	forCard device.PCIAddress
 }
 
 func (s starting) abandon() {
@@ -64,15 +66,15 @@ func (w *watcher) watchHangingApart(ctx context.Context) {
 }
 
 // startReplacement starts a replacement process. The channel ready of the result gets the
-// replacement when it receives events or has failed. A replacement only for a changed card
-// (forCard) fails while two processes hang, maybe on this card: MIG mode changes of others need
-// some, too.
-func (w *watcher) startReplacement(ctx context.Context, forCard bool) starting {
+// replacement when it receives events or has failed. A replacement for a changed card (forCard) is
+// less urgent than one for an exclusion. It fails while two processes hang, maybe on this card, and
+// if it does not hear cards that the current process hears.
+func (w *watcher) startReplacement(ctx context.Context, forCard device.PCIAddress) starting {
 	ctx, cancel := context.WithCancel(ctx)
 	ready := make(chan replacement, 1)
-	next := starting{ready: ready, cancel: cancel}
+	next := starting{ready: ready, cancel: cancel, forCard: forCard}
 	w.children = slices.DeleteFunc(w.children, func(c *watchChild) bool { return c.IsGone() })
-	if n := len(w.children) - 1; n >= child.MaxStuck || forCard && n > 1 {
+	if n := len(w.children) - 1; n >= child.MaxStuck || forCard != "" && n > 1 {
 		ready <- replacement{err: stuckError(n)}
 		return next
 	}
@@ -83,14 +85,28 @@ func (w *watcher) startReplacement(ctx context.Context, forCard bool) starting {
 		return next
 	}
 	next.coverage = r.child.coverage
-	go func() { ready <- r.await(ctx) }()
+	var needed []device.PCIAddress
+	if forCard != "" {
+		needed = w.answering(forCard)
+	}
+	go func() { ready <- r.await(ctx, needed) }()
 	return next
+}
+
+// answering lists the cards, except this one, that answered lately and that NVIDIA's driver lists.
+func (w *watcher) answering(except device.PCIAddress) (cards []device.PCIAddress) {
+	for a, last := range w.answered {
+		if a != except && time.Since(last.emitted) < 2*w.options.Interval+w.wedged && host.Incarnation(w.options.Paths, a) != 0 {
+			cards = append(cards, a)
+		}
+	}
+	return cards
 }
 
 // await returns when the replacement receives the events of all its cards, when it has failed, when
 // replaceLimit has passed, or when ctx ends. The err of the result says why the replacement cannot
-// take over.
-func (r replacement) await(ctx context.Context) replacement {
+// take over: after replaceLimit, because a card in needed has not answered.
+func (r replacement) await(ctx context.Context, needed []device.PCIAddress) replacement {
 	limit := time.After(replaceLimit)
 	for {
 		select {
@@ -105,6 +121,8 @@ func (r replacement) await(ctx context.Context) replacement {
 		case <-limit:
 			if len(r.signals) == 0 {
 				r.err = fmt.Errorf("NVML has not started after %s", replaceLimit)
+			} else if silent := silentIn(r.signals, needed); len(silent) > 0 {
+				r.err = fmt.Errorf("%v have not answered after %s", silent, replaceLimit)
 			}
 			return r
 		case <-ctx.Done():
@@ -112,6 +130,15 @@ func (r replacement) await(ctx context.Context) replacement {
 			return r
 		}
 	}
+}
+
+// silentIn returns the cards that have not answered in these signals.
+func silentIn(signals []device.Signal, cards []device.PCIAddress) []device.PCIAddress {
+	return slices.DeleteFunc(slices.Clone(cards), func(a device.PCIAddress) bool {
+		return slices.ContainsFunc(signals, func(s device.Signal) bool {
+			return s.Condition != nil && s.Condition.Card.PCIAddress == a && s.Condition.Reach == device.ReachOK
+		})
+	})
 }
 
 // handOver ends the old watcher process, which is the parameter from, after it has sent its last

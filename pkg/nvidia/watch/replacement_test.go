@@ -12,6 +12,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
@@ -66,6 +67,44 @@ func TestOvertakenConditionsAreDropped(t *testing.T) {
 	}
 	if want := slices.Delete(list, 3, 6); !slices.Equal(sent, want) {
 		t.Errorf("sent %v, want %v", sent, want)
+	}
+}
+
+// A new card that hangs may block the polls of all cards in the replacement.
+func TestReplacementForCardMustHearTheOthers(t *testing.T) {
+	condition := func(a device.PCIAddress, reach device.Reach) device.Signal {
+		return device.Signal{Condition: &device.Condition{Card: device.Card{PCIAddress: a}, Reach: reach}}
+	}
+	signals := []device.Signal{
+		{Watcher: &device.WatcherState{Up: true}},
+		condition("a", device.ReachOK), condition("b", device.ReachWedged), condition("c", device.ReachOK),
+	}
+	if got := silentIn(signals, []device.PCIAddress{"a", "b", "c", "d"}); !slices.Equal(got, []device.PCIAddress{"b", "d"}) {
+		t.Errorf("the silent cards are %v, want b and d", got)
+	}
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	w := watchSite(s, nil)
+	w.awaitListening()
+	w.awaitCondition(s.Card(0), answers)
+	w.awaitCondition(s.Card(1), answers)
+	if err := w.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.answering(s.Card(1).PCIAddress); !slices.Equal(got, []device.PCIAddress{s.Card(0).PCIAddress}) {
+		t.Errorf("the cards %v are needed, want the other one", got)
+	}
+}
+
+// What two watchers say about a card must not alternate.
+func TestSignalsOfCardApartAreDropped(t *testing.T) {
+	sent := 0
+	w := newWatcher(Options{}, func(device.Signal) { sent++ })
+	w.excluded, w.apart = exclusion.NewSet(), []device.PCIAddress{"a"}
+	for _, a := range []device.PCIAddress{"a", "b"} {
+		w.forward(device.Signal{Condition: &device.Condition{Card: device.Card{PCIAddress: a}, Reach: device.ReachWedged}}, "")
+	}
+	if sent != 1 || !slices.Equal(w.hanging, []device.PCIAddress{"b"}) {
+		t.Errorf("%d signals were sent, and %v hang, want those of b", sent, w.hanging)
 	}
 }
 

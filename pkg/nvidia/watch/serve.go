@@ -130,7 +130,7 @@ func (w *watchServer) run(ctx context.Context) {
 			return
 		case <-w.stateChanged:
 		case <-tick.C:
-			w.compareCards()
+			w.compareCards(ctx)
 		}
 	}
 }
@@ -186,13 +186,16 @@ func (w *watchServer) dropForeign(foreign []device.PCIAddress) {
 // compareCards looks for cards that came to NVIDIA's driver or began to leave it since NVML
 // started. NVML in this process does not know the former. It has the latter open, and the kernel
 // may wait until it closes them. A card that has left the bus stays in w.cards and counts as lost.
-func (w *watchServer) compareCards() {
+func (w *watchServer) compareCards(ctx context.Context) {
 	ours, foreign := w.order.addresses()
 	w.dropForeign(foreign)
 	maps.DeleteFunc(w.known, func(a device.PCIAddress, _ uint64) bool { return !slices.Contains(ours, a) })
 	for _, a := range ours {
 		if host.Incarnation(w.order.Paths, a) != w.known[a] {
 			w.changed = a
+		}
+		if w.cards[a] == nil && host.Driver(w.order.Paths.Sysfs, a) == "" {
+			w.watch(ctx, a) // lost, until a driver has it
 		}
 	}
 }

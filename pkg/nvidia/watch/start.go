@@ -8,6 +8,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/child"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/exclusion"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/onecard"
 )
 
@@ -75,15 +76,25 @@ func (w *watcher) cards() []device.PCIAddress {
 	return ours
 }
 
-// hiddenNodes lists the device nodes of the cards that c excludes. They must be hidden, because
-// NVML may open every GPU whose device node it can open.
+// hiddenNodes lists the device nodes of the cards that c excludes, and of those that leave NVIDIA's
+// driver. They must be hidden, because NVML may open every GPU whose device node it can open. The
+// kernel lets a card leave only when no process has it open.
 func (w *watcher) hiddenNodes(c *exclusion.Coverage) []string {
-	if len(c.Except) == 0 {
-		return nil
-	}
 	hidden := map[string]bool{}
 	for _, e := range c.Except {
 		hidden[fmt.Sprintf("nvidia%d", e.Minor)] = true
+	}
+	for _, a := range w.cards() {
+		// The kernel unlinks the driver first. The driver then waits, and lists the card meanwhile.
+		if host.Driver(w.options.Paths.Sysfs, a) != "" {
+			continue
+		}
+		if minor, err := host.Minor(w.options.Paths, a); err == nil {
+			hidden[fmt.Sprintf("nvidia%d", minor)] = true
+		}
+	}
+	if len(hidden) == 0 {
+		return nil
 	}
 	return onecard.Others(w.options.Paths.DeviceRoot(), func(name string) bool { return !hidden[name] })
 }

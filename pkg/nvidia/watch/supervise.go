@@ -13,8 +13,8 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 )
 
-// restorePause is the wait before a watcher process is replaced for a card that returns, so that
-// cards that return at about the same time share one replacement.
+// restorePause is the wait before a watcher process is replaced for a card that comes or leaves, so
+// that cards that do so at about the same time share one replacement.
 const restorePause = 500 * time.Millisecond
 
 // supervise emits the signals of child until it fails. It replaces child when the set of cards
@@ -34,8 +34,11 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 	}
 	replace := func() {
 		w.watchHangingApart(ctx)
-		now, soon := w.excluded.Outdated(child.coverage)
-		next = w.startReplacement(ctx, !now && !soon)
+		forCard := changed
+		if now, soon := w.excluded.Outdated(child.coverage); now || soon {
+			forCard = ""
+		}
+		next = w.startReplacement(ctx, forCard)
 	}
 	defer func() { next.abandon() }()
 	for {
@@ -66,29 +69,30 @@ func (w *watcher) supervise(ctx context.Context, child *watchChild) error {
 			}
 		case r := <-next.ready:
 			next.cancel()
+			forCard := next.forCard
 			next, retry, failed = starting{}, nil, r.err != nil
-			now, soon := w.excluded.Outdated(child.coverage)
-			forCard := !now && !soon // the replacement was for the card changed alone
-			if w.only == "" && (!failed || !forCard) {
+			if w.only == "" && (!failed || forCard == "") {
 				w.excluded.Replaced(r.err)
 			}
 			if failed {
 				r.abandon()
-				if forCard && ctx.Err() == nil {
-					klog.FromContext(ctx).Error(r.err, "Failed to replace the watcher process, which does not know a GPU", "gpu", changed)
+				if forCard != "" {
+					if ctx.Err() == nil {
+						klog.FromContext(ctx).Error(r.err, "Failed to replace the watcher process after a GPU came or left", "gpu", forCard)
+					}
 					failed, changed, notBefore = false, "", time.Now().Add(lastRestart)
 					continue
 				}
 				// If no replacement works, end the old process anyway so that it closes the card: a
 				// gap in the watch is better than refusing every MIG mode change.
-				if now && !errors.Is(r.err, errStuck) {
+				if now, _ := w.excluded.Outdated(child.coverage); now && !errors.Is(r.err, errStuck) {
 					w.drainAndKill(child, epoch)
 					return fmt.Errorf("%w: %w", errNotReplaced, r.err)
 				}
 				continue
 			}
 			w.handOver(child, epoch, r)
-			child, epoch, changed = r.child, r.epoch, ""
+			child, epoch, changed, notBefore = r.child, r.epoch, "", time.Time{}
 			w.excluded.Listening(child.coverage)
 			silence.Reset(2*w.options.Interval + w.wedged + silenceGrace)
 		case s := <-child.Messages:
@@ -158,6 +162,9 @@ func (w *watcher) forgetEnded() {
 // reported, and a condition that its answer has overtaken. It adds what the child does not know,
 // such as a lost card's UUID.
 func (w *watcher) forward(s device.Signal, epoch string) {
+	if s.Condition != nil && w.isApart(s.Condition.Card) || s.Event != nil && w.isApart(s.Event.Card) {
+		return // until another process without this card takes over
+	}
 	if c := s.Condition; c != nil {
 		if w.answered.overtaken(*c) {
 			return
@@ -165,7 +172,7 @@ func (w *watcher) forward(s device.Signal, epoch string) {
 		w.hanging = slices.DeleteFunc(w.hanging, func(a device.PCIAddress) bool {
 			return a == c.Card.PCIAddress && c.Reach != device.ReachWedged
 		})
-		if a := c.Card.PCIAddress; c.Reach == device.ReachWedged && !slices.Contains(w.hanging, a) && !slices.Contains(w.apart, a) {
+		if a := c.Card.PCIAddress; c.Reach == device.ReachWedged && !slices.Contains(w.hanging, a) {
 			w.hanging = append(w.hanging, a)
 		}
 	}
@@ -184,3 +191,6 @@ func (w *watcher) forward(s device.Signal, epoch string) {
 	}
 	w.emit(s)
 }
+
+// isApart reports whether another watcher reports the card.
+func (w *watcher) isApart(c device.Card) bool { return slices.Contains(w.apart, c.PCIAddress) }

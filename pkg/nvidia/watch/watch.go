@@ -86,8 +86,8 @@ type watcher struct {
 	wedged time.Duration
 	// uuids has the UUIDs of cards that have answered. A lost card cannot report its own UUID.
 	uuids map[device.PCIAddress]string
-	// children are the child processes that have not ended. The last one is the current one. The
-	// others were killed and hang in the driver.
+	// children are the child processes that have not ended: the current one, a replacement that
+	// starts, and those that were killed and hang in the driver.
 	children []*watchChild
 	excluded *exclusion.Set
 	places   *placeResolver
@@ -232,7 +232,7 @@ func (w *watcher) watch(ctx context.Context) error {
 }
 
 // countHung counts the child processes that were killed but have not ended, except those that were
-// replaced for a MIG mode change. Those have their own limit, because they must not keep the watch
+// replaced. Those have their own limit, because they must not keep the watch
 // from starting again.
 func (w *watcher) countHung() (n int) {
 	for _, c := range w.children {

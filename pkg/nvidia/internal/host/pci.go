@@ -59,7 +59,8 @@ var graphicsName = regexp.MustCompile(`^(card|renderD)[0-9]+$`)
 
 // Incarnation returns a number for a PCI function that NVIDIA's driver has and lists. It is the
 // inode of the function's sysfs directory, so another function that later takes the address has
-// another number. It is 0 if the driver does not list the function yet or any more.
+// another number. It is 0 if the driver does not list the function yet, if the function leaves the
+// driver, and everywhere if /proc has no list of the driver.
 func Incarnation(p nvidia.Paths, a device.PCIAddress) uint64 {
 	// The kernel links the driver before the driver lists the function (drivers/base/dd.c).
 	if Driver(p.Sysfs, a) != NVIDIADriver || !hostfile.Exists(filepath.Join(p.Proc, "driver/nvidia/gpus", string(a))) {
