@@ -114,7 +114,7 @@ func UsersOf(p nvidia.Paths, of DeviceNodes) []nvidia.Process {
 
 // errorLimit is how long [UsersForError] may take. A read of /proc takes milliseconds, but blocks
 // while a process hangs with its memory map locked.
-const errorLimit = time.Second
+const errorLimit = 3 * time.Second
 
 // reading is locked while a goroutine of [UsersForError] reads /proc, so that only one can hang.
 var reading sync.Mutex
