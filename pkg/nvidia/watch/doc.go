@@ -6,8 +6,9 @@
 //
 // One child process watches all cards. It opens no MIG instance, because a handle blocks the
 // removal of the instance. Before package cut changes a MIG mode, another process without that card
-// takes over, because NVML closes a card only when its process ends. A card that hangs gets a
-// process of its own where it would delay the others.
+// takes over, because NVML closes a card only when its process ends. The same happens when a card
+// comes to NVIDIA's driver or leaves it. A card that hangs gets a process of its own where it would
+// delay the others.
 //
 // In the plugin's process: watcher starts and replaces the child processes, placeResolver finds the
 // placements of MIG instances with events. In the child process: watchServer has a watchedGPU for
