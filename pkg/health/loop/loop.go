@@ -14,7 +14,6 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -113,8 +112,7 @@ type state struct {
 	// that is on disk, since savedAt.
 	flushed, saved uint64
 	savedAt        time.Time
-	nextFlush      time.Time           // earliest time of the next flush
-	reported       []device.PCIAddress // the GPUs of the last report, sorted
+	nextFlush      time.Time // earliest time of the next flush
 	isLeader       bool
 	lastSaveError  string // last logged error of save, or "" after a success
 }
@@ -244,27 +242,13 @@ func (l *Loop) Run(ctx context.Context) {
 	}
 }
 
-// tick tells the monitor the current time, updates the event counts and retries a failed save. It
-// reports GPUs that the inventory found or lost, because that alone changes no verdict.
+// tick tells the monitor the current time, updates the event counts and retries a failed save.
 func (l *Loop) tick(ctx context.Context, now time.Time) {
-	gpus := l.syncCards()
+	l.syncCards()
 	l.monitor.Tick(now)
 	l.lastTick.Store(now.UnixNano())
 	l.opts.Reporter.Count(l.monitor.Counts(), l.monitor.EventFailure())
 	l.save(ctx)
-	if !slices.Equal(addressesOf(gpus), l.reported) {
-		l.flush(ctx)
-	}
-}
-
-// addressesOf returns the GPUs' addresses, sorted.
-func addressesOf(gpus []device.GPU) []device.PCIAddress {
-	addresses := make([]device.PCIAddress, len(gpus))
-	for i, g := range gpus {
-		addresses[i] = g.PCIAddress
-	}
-	slices.Sort(addresses)
-	return addresses
 }
 
 // clear makes the monitor forget the health problems of the GPUs that an admin's clear request
@@ -301,7 +285,7 @@ func (l *Loop) flush(ctx context.Context) {
 	version, view := l.monitor.Version(), l.monitor.View()
 	l.save(ctx)
 	l.setView(view)
-	l.flushed, l.reported = version, addressesOf(gpus)
+	l.flushed = version
 	l.opts.Reporter.Report(ctx, view, gpus, l.monitor.Changes())
 }
 
