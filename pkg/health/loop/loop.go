@@ -14,6 +14,7 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -112,7 +113,8 @@ type state struct {
 	// that is on disk, since savedAt.
 	flushed, saved uint64
 	savedAt        time.Time
-	nextFlush      time.Time // earliest time of the next flush
+	nextFlush      time.Time           // earliest time of the next flush
+	reported       []device.PCIAddress // the GPUs of the last report, sorted
 	isLeader       bool
 	lastSaveError  string // last logged error of save, or "" after a success
 }
@@ -242,13 +244,27 @@ func (l *Loop) Run(ctx context.Context) {
 	}
 }
 
-// tick tells the monitor the current time, updates the event counts and retries a failed save.
+// tick tells the monitor the current time, updates the event counts and retries a failed save. It
+// reports GPUs that the inventory found or lost, because that alone changes no verdict.
 func (l *Loop) tick(ctx context.Context, now time.Time) {
-	l.syncCards()
+	gpus := l.syncCards()
 	l.monitor.Tick(now)
 	l.lastTick.Store(now.UnixNano())
 	l.opts.Reporter.Count(l.monitor.Counts(), l.monitor.EventFailure())
 	l.save(ctx)
+	if !slices.Equal(addressesOf(gpus), l.reported) {
+		l.flush(ctx)
+	}
+}
+
+// addressesOf returns the GPUs' addresses, sorted.
+func addressesOf(gpus []device.GPU) []device.PCIAddress {
+	addresses := make([]device.PCIAddress, len(gpus))
+	for i, g := range gpus {
+		addresses[i] = g.PCIAddress
+	}
+	slices.Sort(addresses)
+	return addresses
 }
 
 // clear makes the monitor forget the health problems of the GPUs that an admin's clear request
@@ -285,7 +301,7 @@ func (l *Loop) flush(ctx context.Context) {
 	version, view := l.monitor.Version(), l.monitor.View()
 	l.save(ctx)
 	l.setView(view)
-	l.flushed = version
+	l.flushed, l.reported = version, addressesOf(gpus)
 	l.opts.Reporter.Report(ctx, view, gpus, l.monitor.Changes())
 }
 

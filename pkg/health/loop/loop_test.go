@@ -352,3 +352,27 @@ func TestEventStormLeaksNothing(t *testing.T) {
 		}
 	})
 }
+
+// The metrics of health come with a report. A GPU whose first answer was good before the scan found
+// it changes no verdict.
+func TestFoundGPUsAreReported(t *testing.T) {
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		l.send(device.Signal{Condition: &device.Condition{
+			Card: device.Card{PCIAddress: "0000:52:00.0"}, Reach: device.ReachOK, At: time.Now(),
+		}})
+		advance(2 * tickInterval)
+		l.inventory.Set(readyWith("0000:1b:00.0", "0000:43:00.0", "0000:52:00.0"))
+		advance(2 * tickInterval)
+		l.reports.mu.Lock()
+		gpus := len(l.gpus)
+		l.reports.mu.Unlock()
+		if gpus != 3 {
+			t.Errorf("the last report has %d GPUs, want 3", gpus)
+		}
+		before := l.flushes()
+		advance(2 * tickInterval)
+		if n := l.flushes() - before; n > 0 {
+			t.Errorf("%d reports without a change", n)
+		}
+	})
+}
