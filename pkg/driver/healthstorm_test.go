@@ -53,8 +53,8 @@ func TestEventStormIsBounded(t *testing.T) {
 	began := time.Now()
 	for range rounds {
 		order := rand.Perm(failing * codes)
-		// The GPUs that Pods have report a grave XID first. Later it may be one too many to be tracked
-		// by its number, and then no Event names it.
+		// The GPUs that Pods have report a grave XID first. A later one may be one too many, and then no
+		// Event names it.
 		for first, k := range []int{(graveXID - 1) * failing, (graveXID-1)*failing + failing - 1} {
 			at := slices.Index(order, k)
 			order[first], order[at] = order[at], order[first]

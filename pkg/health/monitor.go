@@ -8,8 +8,8 @@ import (
 )
 
 const (
-	// maxChanges bounds the changes that no caller of Changes has read yet. Beyond this limit the
-	// oldest change is dropped.
+	// maxChanges bounds the changes that no caller of Changes has read yet. Beyond this limit further
+	// changes are dropped, because the first ones of a burst name its cause.
 	maxChanges = 256
 	// maxEventKeys bounds the number of event counters. Events of further kinds are added to one
 	// counter with the name "other".
@@ -220,10 +220,9 @@ func (m *Monitor) Version() uint64 { return m.version }
 // recordChange queues a change for [Monitor.Changes].
 func (m *Monitor) recordChange(change Change) {
 	m.version++
-	if len(m.changes) >= maxChanges {
-		m.changes = m.changes[1:]
+	if len(m.changes) < maxChanges {
+		m.changes = append(m.changes, change)
 	}
-	m.changes = append(m.changes, change)
 }
 
 // Changes returns the findings that started, changed or ended since the last call of Changes,
