@@ -35,6 +35,19 @@ func (c *Cluster) RESTConfig() (*rest.Config, error) {
 	return config, nil
 }
 
+// Client returns an administrator's client.
+func (c *Cluster) Client() (kubernetes.Interface, error) {
+	config, err := c.RESTConfig()
+	if err != nil {
+		return nil, err
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, fmt.Errorf("reach cluster %s: %w", c.name, err)
+	}
+	return client, nil
+}
+
 // SchedulerRESTConfig returns the administrator's client configuration for the scheduler's own
 // port, for metrics and profiles. It does not verify the scheduler's certificate, which is
 // self-signed.
@@ -87,13 +100,9 @@ func (c *Cluster) ClientCommand(ctx context.Context, program string, arguments .
 // awaitReady waits until every running node is Ready since its current boot, and Pods can be
 // created.
 func (c *Cluster) awaitReady(ctx context.Context) error {
-	config, err := c.RESTConfig()
+	client, err := c.Client()
 	if err != nil {
 		return err
-	}
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return fmt.Errorf("reach cluster %s: %w", c.name, err)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %s", readyTimeout))
 	defer cancel()

@@ -10,7 +10,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/kubernetes"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
@@ -52,11 +51,7 @@ func Install(ctx context.Context, c *cluster.Cluster, root string, more ...strin
 // ConfigMap at once, and not within a minute. After an upgrade a listed Pod of the old version may
 // be gone before its annotation.
 func refreshPlugins(ctx context.Context, c *cluster.Cluster) error {
-	config, err := c.RESTConfig()
-	if err != nil {
-		return err
-	}
-	client, err := kubernetes.NewForConfig(config)
+	client, err := c.Client()
 	if err != nil {
 		return err
 	}

@@ -41,8 +41,13 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 		t.Errorf("after the hand-over a newer one leads: %v for the older, %v for the newer", older.NewerLeads(), newer.NewerLeads())
 	}
 
-	// The older plugin instance must wait until the newer one ends, and must not ask it for the leader
-	// lock.
+	waitsForNewer(t, older, newer, fromNewer)
+}
+
+// waitsForNewer expects that the older instance neither leads nor asks to lead until the newer one,
+// which leads, has ended. fromNewer is closed if the newer one gets a hand-over request.
+func waitsForNewer(t *testing.T, older, newer *Lock, fromNewer <-chan struct{}) {
+	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 2*requestPoll)
 	defer cancel()
 	if _, err := older.Acquire(ctx); err == nil {
@@ -58,6 +63,9 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 		t.Error("the older instance leads again before the newer one has ended")
 	default:
 	}
+	if !older.NewerLeads() {
+		t.Error("the older instance would keep the files that the newer one keeps")
+	}
 	newer.Release(t.Context())
 	acquire(t, older)
 	defer older.Release(t.Context())
@@ -72,27 +80,7 @@ func TestOlderInstanceHandsOverToNewer(t *testing.T) {
 func TestOlderInstanceThatAsksFirstTimeDoesNotReplaceNewer(t *testing.T) {
 	dir := t.TempDir()
 	older, newer := New(dir), New(dir)
-	handover := acquire(t, newer)
-	ctx, cancel := context.WithTimeout(t.Context(), 3*requestPoll)
-	defer cancel()
-	if _, err := older.Acquire(ctx); err == nil {
-		t.Fatal("two instances lead")
-	}
-	select {
-	case <-handover:
-		t.Error("the newer instance got a hand-over request from the older one")
-	default:
-	}
-	if !older.NewerLeads() {
-		t.Error("the older instance would keep the files that the newer one keeps")
-	}
-	newer.Release(t.Context())
-	acquire(t, older)
-	defer older.Release(t.Context())
-	<-older.LeadsAgain()
-	if older.NewerLeads() {
-		t.Error("a newer instance leads after it has ended")
-	}
+	waitsForNewer(t, older, newer, acquire(t, newer))
 }
 
 func TestStoppedInstanceHasNoNewerLeader(t *testing.T) {

@@ -17,8 +17,6 @@ import (
 	"syscall"
 	"time"
 
-	"k8s.io/client-go/kubernetes"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/bench/report"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
@@ -102,11 +100,7 @@ func onCluster(ctx context.Context, count int, r *report.Report) (err error) {
 	if err := errors.Join(c.LoadImage(ctx, archive), clusterharness.Install(ctx, c, root)); err != nil {
 		return err
 	}
-	config, err := c.RESTConfig()
-	if err != nil {
-		return err
-	}
-	client, err := kubernetes.NewForConfig(config)
+	client, err := c.Client()
 	if err != nil {
 		return err
 	}
