@@ -11,7 +11,7 @@ import (
 
 // Release is a version of Kubernetes on which the driver is tested.
 type Release struct {
-	// Version is the exact version, like v1.37.0.
+	// Version is the exact version, like v1.37.2.
 	Version string
 	// gates are the feature gates for dynamic resource allocation that the release leaves off by
 	// default (pkg/features/kube_features.go), and those that they need.
@@ -55,7 +55,7 @@ var releases = []Release{
 		apis: []string{"resource.k8s.io/v1beta2", "resource.k8s.io/v1alpha3", "scheduling.k8s.io/v1alpha2"},
 	},
 	{
-		Version: "v1.37.0",
+		Version: "v1.37.2",
 		gates: []string{
 			"DRADerivedAttributes", "DRADeviceCompatibilityGroups", "DRAListTypeAttributes", "DRANodeAllocatableResources",
 			"DRAOptionalNodeOperations", "DRAPartitionableDevicesType", "DRAResourcePoolStatus", "DRAWorkloadResourceClaims",
@@ -79,7 +79,7 @@ var containerds = []string{"v1.7.35", "v2.3.7"}
 
 var exactVersion = regexp.MustCompile(`^v[0-9]+\.[0-9]+\.[0-9]+$`)
 
-// versions completes the versions of the options: "1.37" becomes v1.37.0. Empty stays empty, which
+// versions completes the versions of the options: "1.37" becomes v1.37.2. Empty stays empty, which
 // means the pinned version.
 func (o Options) versions() (v toolchain.Versions, err error) {
 	var known []string
@@ -111,7 +111,7 @@ func exact(program, wanted string, known []string) (string, error) {
 	return "", fmt.Errorf("version %q of %s: want one of %s, or another patch release of them", wanted, program, strings.Join(known, ", "))
 }
 
-// line returns the version without its patch number: v1.37 for v1.37.0.
+// line returns the version without its patch number: v1.37 for v1.37.2.
 func line(version string) string { return version[:strings.LastIndex(version, ".")] }
 
 // releaseOf returns the release of the same line as version. Empty means the pinned version.

@@ -10,7 +10,7 @@ import (
 func TestVersionNamesLineOrRelease(t *testing.T) {
 	for _, test := range []struct{ kubernetes, containerd, wantKubernetes, wantContainerd string }{
 		{"", "", "", ""},
-		{"1.37", "1.7", "v1.37.0", "v1.7.35"},
+		{"1.37", "1.7", "v1.37.2", "v1.7.35"},
 		{"v1.34", "v2.3", "v1.34.4", "v2.3.7"},
 		{"1.35.1", "1.7.1", "v1.35.1", "v1.7.1"},
 	} {
@@ -31,7 +31,7 @@ func TestPinnedVersionsAreTested(t *testing.T) {
 }
 
 func TestEachReleaseHasItsGates(t *testing.T) {
-	older, newer := releaseOf("v1.34.9"), releaseOf("v1.37.0")
+	older, newer := releaseOf("v1.34.9"), releaseOf("v1.37.2")
 	if !older.featureGates()["DRADeviceTaints"] || newer.featureGates()["DRADeviceTaints"] {
 		t.Errorf("DRADeviceTaints is off by default in 1.34 and on in 1.37, but the gates are %v and %v", older.gates, newer.gates)
 	}

@@ -41,6 +41,7 @@ func (s scanner) commonEdits(d device.Driver) (edits, error) {
 			"or check that its libraries and its kernel module are of one version",
 			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
+	withoutVoid(found.ContainerEdits)
 	if err := s.confine(*found.ContainerEdits); err != nil {
 		return edits{}, nvidia.NotReady("", "refusing the files of the driver root: %v", err)
 	}
@@ -151,8 +152,6 @@ func (s scanner) tidy(e edits) edits {
 		m.HostPath = s.paths.Host(m.HostPath)
 	}
 	sort.SliceStable(e.Mounts, func(i, j int) bool { return e.Mounts[i].ContainerPath < e.Mounts[j].ContainerPath })
-	// nvcdi adds this variable to the edits of every device. Package cdi sets it once.
-	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
 	for _, h := range e.Hooks {
 		for i, arg := range h.Args {
 			if target, link, ok := strings.Cut(arg, "::"); ok {
@@ -161,6 +160,17 @@ func (s scanner) tidy(e edits) edits {
 		}
 	}
 	return e
+}
+
+// withoutVoid removes what nvcdi adds to keep NVIDIA's own container runtime from injecting GPUs: an
+// environment variable, which the base device in package cdi sets, and since 1.20.2 a mount of
+// /dev/null, which confine would refuse. The variable suffices: that runtime asks it in a container
+// that has no other mount of this kind.
+func withoutVoid(e *edits) {
+	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
+	e.Mounts = slices.DeleteFunc(e.Mounts, func(m *specs.Mount) bool {
+		return m.HostPath == "/dev/null" && m.ContainerPath == "/var/run/nvidia-container-devices/void"
+	})
 }
 
 // withoutDevRoot returns the path in the container of a device node at path on this machine.

@@ -59,7 +59,7 @@ func parse() (options, error) {
 	for _, l := range layouts {
 		names = append(names, l.name)
 	}
-	versions := flag.String("kubernetes", "v1.37.0,v1.36.3", "versions of Kubernetes, built first unless they are in the build cache")
+	versions := flag.String("kubernetes", "v1.37.2,v1.36.3", "versions of Kubernetes, built first unless they are in the build cache")
 	nodes := flag.String("nodes", "50,500", "numbers of nodes in ascending order; the layout mixed has a tenth more, with partitions")
 	chosen := flag.String("layouts", strings.Join(names, ","), "what the nodes publish; all are compared with "+whole)
 	flag.StringVar(&o.program, "program", "build/bin/gpu-kubelet-plugin", "the plugin's program")

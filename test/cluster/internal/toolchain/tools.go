@@ -90,11 +90,11 @@ func kubernetesVersionFlags(version string) string {
 
 // PinnedKubernetes and PinnedContainerd are the versions that the tool modules pin.
 const (
-	PinnedKubernetes = "v1.37.0"
+	PinnedKubernetes = "v1.37.2"
 	PinnedContainerd = "v2.3.7"
 )
 
-// Versions select the versions of Kubernetes' and containerd's programs, like v1.37.0. Empty means
+// Versions select the versions of Kubernetes' and containerd's programs, like v1.37.2. Empty means
 // the version that a tool module pins.
 type Versions struct{ Kubernetes, Containerd string }
 
