@@ -52,6 +52,9 @@ type Device struct {
 	// GPUUUID is the UUID of that GPU when the claim was prepared. If the GPU there has another UUID
 	// now, the card was replaced.
 	GPUUUID string `json:"gpuUUID"`
+	// Binding identifies the binding of that GPU to NVIDIA's driver when the claim's CDI spec was
+	// written. With another one the GPU's device nodes may have other numbers.
+	Binding string `json:"binding,omitempty"`
 	// MIGUUID is the UUID of the partition's MIG device. It is empty for a whole GPU.
 	MIGUUID string `json:"migUUID,omitempty"`
 	// Fraction means that the device is a share with a limited part of the GPU's memory and compute. A

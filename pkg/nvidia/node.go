@@ -47,6 +47,9 @@ func (n Node) WithUnlisted(gpus []device.GPU) Node {
 type GPU struct {
 	device.GPU
 	Edits specs.ContainerEdits `json:"edits"`
+	// Binding identifies the binding of the card to NVIDIA's driver in which the scan found it. Minor
+	// and the device nodes in Edits are good until the card has another one: see [scan.Binding].
+	Binding string `json:"binding,omitempty"`
 }
 
 // Problem says why a GPU is left out or can be offered only as a whole, and what an operator can

@@ -4,70 +4,13 @@
 package prepare_test
 
 import (
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"tags.cncf.io/container-device-interface/specs-go"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
-
-// A reloaded NVIDIA driver may number its device nodes differently, so /dev/nvidia1 may now be
-// another claim's card. The repair must write the new device node into the CDI spec.
-func TestSpecNamesNewDeviceNodeAfterDriverReload(t *testing.T) {
-	w := newWorld(t)
-	mustPrepare(t, w.plugin(t), newClaim("a", allocated("r", gpu1)))
-	if !strings.Contains(w.specs.of("uid-a"), "/dev/nvidia1") {
-		t.Fatal(w.specs.of("uid-a"))
-	}
-	w.snapshot.Node.GPUs = []nvidia.GPU{newGPU("0000:1c:00.0", "GPU-1", "/dev/nvidia0")}
-	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") || strings.Contains(spec, "/dev/nvidia1") {
-		t.Errorf("the spec is %s", spec)
-	}
-	// The record must have the new device node too: the next repair uses the record, because the
-	// inventory lacks the card.
-	w.specs.clear()
-	w.snapshot.Node.GPUs = nil
-	if err := w.plugin(t).Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "/dev/nvidia0") {
-		t.Errorf("the spec is %s", spec)
-	}
-}
-
-// A driver reload gives capability device nodes another number. The old number in a claim with
-// admin access could be that of another driver's device.
-func TestRecordedSpecHasCurrentNumbers(t *testing.T) {
-	w := newWorld(t)
-	monitor := &specs.DeviceNode{Path: "/dev/monitor", Type: "c", Major: 511, Minor: 2}
-	plugin := func() *plugin {
-		p := w.plugin(t)
-		p.OnMonitor = func() specs.ContainerEdits {
-			return specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{monitor}}
-		}
-		return p
-	}
-	mustPrepare(t, plugin(), newClaim("a", admin("r", gpu1)))
-	if spec := w.specs.of("uid-a"); !strings.Contains(spec, "511") {
-		t.Fatal(spec)
-	}
-	monitor = &specs.DeviceNode{Path: "/dev/monitor", Type: "c", Major: 507, Minor: 2}
-	w.snapshot.Node.GPUs = nil
-	if err := plugin().Reconcile(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if spec := w.specs.of("uid-a"); strings.Contains(spec, "511") || !strings.Contains(spec, "507") {
-		t.Errorf("the spec is %s", spec)
-	}
-}
 
 // The repair of a missing CDI spec must work whether or not the inventory has the claim's
 // partition. If the inventory does not have it, the repair reads the hardware.

@@ -61,8 +61,10 @@ type world struct {
 	mpsDisabled  bool
 	metadata     bool          // Options.Metadata
 	conflictWait time.Duration // Options.ConflictWait
-	rescans      []string      // number of records and drivers of the first GPU at each call of Rescan
-	stopping     chan struct{}
+	// bindings are the present bindings of the cards to their drivers.
+	bindings map[device.PCIAddress]string
+	rescans  []string // number of records and drivers of the first GPU at each call of Rescan
+	stopping chan struct{}
 }
 
 // scan copies the state of the fake GPUs to the inventory, as the plugin's periodic scan does.
@@ -145,6 +147,7 @@ func (w *world) start() (*plugin, error) {
 		}},
 		Edits: &preparetest.Edits{
 			OnVerify: w.verify, OnMIG: migEdits, OnMPSClient: w.daemons.edits,
+			OnBinding: func(a device.PCIAddress) string { return w.bindings[a] },
 			OnMemoryLimit: func(gpu string, minor int, mebibytes uint64) specs.ContainerEdits {
 				path := fmt.Sprintf("/limit/%s/%d/%d", gpu, minor, mebibytes)
 				return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: path}}}

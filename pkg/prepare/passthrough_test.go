@@ -260,23 +260,32 @@ func TestGPUWithoutNVIDIADriverIsForVirtualMachinesOnly(t *testing.T) {
 	}
 }
 
-// An admin's claim takes nothing, so a virtual machine may get its GPU. The node view lists that
-// GPU without device nodes then.
-func TestAdminAccessKeepsItsSpecWhileAVirtualMachineHasTheGPU(t *testing.T) {
+// An admin's claim takes nothing, so a virtual machine may get one of its GPUs. The node view lists
+// that GPU without device nodes then, and its number may be another GPU's.
+func TestAdminAccessLosesAGPUToAVirtualMachine(t *testing.T) {
 	w := newWorld(t)
 	withBus(w)
 	p := w.plugin(t)
-	c := newClaim("c", admin("r", gpu0))
+	c := newClaim("c", admin("r", gpu0), admin("s", gpu1))
 	mustPrepare(t, p, c)
 	spec := w.specs.of("uid-c")
+	listed := w.snapshot.Node.GPUs
 	mustPrepare(t, p, newClaim("d", allocated("r", vfio0)))
+	w.bindings = map[device.PCIAddress]string{"0000:1b:00.0": "vfio"}
+	w.snapshot.Node.GPUs = slices.Clone(listed)
 	w.snapshot.Node.GPUs[0].Edits.DeviceNodes = nil
-	w.specs.clear()
-	if err := p.Reconcile(t.Context()); err != nil || w.specs.of("uid-c") != spec {
-		t.Errorf("spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	passes(t, p)
+	if now := w.specs.of("uid-c"); strings.Contains(now, "/dev/nvidia0") || !strings.Contains(now, "/dev/nvidia1") {
+		t.Errorf("while a virtual machine has the GPU: %s", now)
 	}
-	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Device || w.specs.of("uid-c") != spec {
-		t.Errorf("spec %s, %v, want %s", w.specs.of("uid-c"), err, spec)
+	if _, err := p.Prepare(t.Context(), c); cause.Of(err) != cause.Device {
+		t.Error(err)
+	}
+	mustUnprepare(t, p, "uid-d")
+	w.bindings["0000:1b:00.0"], w.snapshot.Node.GPUs = "", listed
+	passes(t, p)
+	if now := w.specs.of("uid-c"); now != spec {
+		t.Errorf("after it: %s, want %s", now, spec)
 	}
 }
 

@@ -51,8 +51,9 @@ type deviceRequest struct {
 	name device.Name
 	// gpu is the GPU that provides the device, as a whole or in part.
 	gpu device.GPU
-	// gpuEdits are the CDI edits for the whole GPU.
+	// gpuEdits are the CDI edits for the whole GPU, and binding that under which they are good.
 	gpuEdits specs.ContainerEdits
+	binding  string
 	// creator creates the partition. It is nil if the device is a whole GPU or a share of one, or a
 	// partition that this driver did not create.
 	creator steps.Creator
@@ -210,7 +211,7 @@ func findDevice(s inventory.Snapshot, deviceName string) (deviceRequest, bool) {
 	}
 	for _, g := range s.Node.GPUs {
 		if g.WholeName() == name.GPU {
-			return deviceRequest{name: name, gpu: g.GPU, gpuEdits: g.Edits}, true
+			return deviceRequest{name: name, gpu: g.GPU, gpuEdits: g.Edits, binding: g.Binding}, true
 		}
 	}
 	return deviceRequest{}, false

@@ -286,6 +286,10 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 			d.MIGUUID = part.compute.UUID
 			edits = p.opts.Edits.MIG(edits, part.instance, part.compute)
 		}
+		if err := p.checkBinding(req); err != nil {
+			return err
+		}
+		d.Binding = req.binding
 		if err := p.opts.Edits.Verify(edits); err != nil {
 			return cause.Errorf(cause.Device, "device %s: %w", d.Device, err)
 		}

@@ -35,6 +35,9 @@ type Edits interface {
 	// MIG returns the edits of the MIG device with GPU instance in and compute instance c. It derives
 	// them from parent, the edits of the whole GPU.
 	MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	// Binding identifies the present binding of a card to its kernel driver, as [nvidia.GPU] has it.
+	// It must not access the card.
+	Binding(a device.PCIAddress) string
 	// Monitor returns the edits with which a container with admin access sees all MIG instances.
 	Monitor() specs.ContainerEdits
 	// MetadataEdits returns the edits that show a container the metadata file of the claim's request.

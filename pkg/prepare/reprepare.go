@@ -178,8 +178,12 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 	}
 	changed, others := r.BootID != p.node.BootID || !same, false
 	for i := range r.Devices {
-		if now := pl.record.Devices[i].MIGUUID; r.Devices[i].MIGUUID != now {
-			r.Devices[i].MIGUUID, changed, others = now, true, true
+		now := pl.record.Devices[i]
+		if r.Devices[i].MIGUUID != now.MIGUUID {
+			r.Devices[i].MIGUUID, changed, others = now.MIGUUID, true, true
+		}
+		if r.Devices[i].Binding != now.Binding {
+			r.Devices[i].Binding, changed = now.Binding, true
 		}
 	}
 	if !changed {

@@ -6,11 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-
-	"tags.cncf.io/container-device-interface/specs-go"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -44,17 +45,14 @@ func (p *Preparer) rewriteSpec(ctx context.Context, r checkpoint.Record, ensure 
 	}
 	snapshot := p.node.Hardware.Snapshot()
 	if !snapshot.Ready && !onlyPassthrough(r) {
-		// If the NVIDIA driver was reloaded, the device nodes in the record may belong to another card
-		// now. So this call leaves an existing spec alone, and a missing spec is written after the next
-		// scan.
 		return ErrNotChecked
 	}
 	pl, known, err := p.planFromRecord(r, snapshot)
 	if err != nil {
 		return err
 	}
-	if !known {
-		return cmp.Or(p.writeRecordedSpec(ctx, r), ErrNotChecked)
+	if !known || slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return p.checkBinding(req) != nil }) {
+		return ErrNotChecked // a lost GPU, or one that the inventory has not read again yet
 	}
 	if err := p.refresh(ctx, r, pl, ensure); err != nil {
 		if errors.Is(err, ErrNotInInventory) {
@@ -73,10 +71,14 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 	pl.record.Devices = slices.Clone(r.Devices)
 	for _, d := range r.Devices {
 		req, ok := findDevice(snapshot, d.Device)
-		if !ok || req.isAway() {
+		if !ok || req.isAway() && !d.AdminAccess {
 			return nil, false, nil
 		}
-		if wasReplaced(d, req) {
+		if req.isAway() {
+			// An admin's claim takes nothing, so a virtual machine may have one of its GPUs.
+			req.gpuEdits.Env = []string{"NVIDIA_VISIBLE_DEVICES=void"}
+			req.binding = p.opts.Edits.Binding(req.gpu.PCIAddress)
+		} else if wasReplaced(d, req) {
 			return nil, false, p.markLost(pl, d, fmt.Errorf("the card was replaced: it was GPU %s and is GPU %s", d.GPUUUID, req.gpu.UUID))
 		}
 		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
@@ -94,35 +96,49 @@ func (p *Preparer) planFromRecord(r checkpoint.Record, snapshot inventory.Snapsh
 	return pl, true, nil
 }
 
-// writeRecordedSpec writes the CDI spec as it is in the record, for a claim with a GPU that the
-// inventory lacks. It does nothing for a claim with a partition, because the recorded partition may
-// no longer exist.
-func (p *Preparer) writeRecordedSpec(ctx context.Context, r checkpoint.Record) error {
-	list, err := steps.Decode(r.Steps)
-	if err != nil {
-		return cause.Errorf(cause.Record, "claim %s/%s: %w", r.Namespace, r.Name, err)
-	}
-	if slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool { return d.MIGUUID != "" }) {
+// checkBinding refuses a device whose card was bound to NVIDIA's driver again since the inventory
+// read the numbers of its device nodes. They may belong to another card now.
+func (p *Preparer) checkBinding(req deviceRequest) error {
+	if req.name.Passthrough || p.opts.Edits.Binding(req.gpu.PCIAddress) == req.binding {
 		return nil
 	}
-	claimSpecs := steps.Of[*steps.ClaimSpec](list)
-	for _, s := range claimSpecs {
-		renumber(s, p.opts.Edits.Monitor().DeviceNodes)
-	}
-	if err := steps.ApplyAll(ctx, steps.NewEnv(p.node, &r, list), claimSpecs); err != nil {
-		return cause.OrStep(fmt.Errorf("claim %s/%s: %w", r.Namespace, r.Name, err))
-	}
-	return nil
+	return cause.Errorf(cause.NotReady, "the NVIDIA driver was loaded again, or took %s again, since the inventory read its device node: "+
+		"the inventory notices within seconds, and the kubelet retries", req.name.GPU)
 }
 
-// renumber gives the device nodes of a recorded spec their current numbers. A driver reload changes
-// them, and the old number may belong to another driver now.
-func renumber(s *steps.ClaimSpec, current []*specs.DeviceNode) {
-	for _, d := range s.Devices {
-		for i, n := range d.ContainerEdits.DeviceNodes {
-			if at := slices.IndexFunc(current, func(c *specs.DeviceNode) bool { return c.Path == n.Path }); at >= 0 {
-				d.ContainerEdits.DeviceNodes[i] = current[at]
-			}
+// WithdrawSpecs removes the CDI specs of the prepared claims whose device nodes may have other
+// numbers now, because NVIDIA's driver was loaded again or took a card again. The kubelet restarts
+// containers without a Prepare, and they would get another claim's GPU. Reconcile writes the specs
+// again once the inventory has the new numbers. It accesses no hardware.
+func (p *Preparer) WithdrawSpecs(ctx context.Context) error {
+	records, err := p.opts.Ledger.PreparedClaims()
+	errs := []error{err}
+	for _, r := range records {
+		if !p.isRenumbered(r) {
+			continue
 		}
+		waiting, cancel := context.WithTimeout(ctx, withdrawWait)
+		errs = append(errs, p.UnlessBusy(waiting, r.ClaimUID, func(*lock.Guard) error {
+			now, found, err := p.node.Records.Load(r.ClaimUID)
+			if err != nil || !found || !p.isRenumbered(now) {
+				return err
+			}
+			return p.node.Specs.RemoveClaim(r.ClaimUID)
+		}))
+		cancel()
 	}
+	return cause.OrStep(errors.Join(errs...))
+}
+
+// withdrawWait limits how long WithdrawSpecs waits for a claim. A running call for the claim reads
+// the numbers itself, and the next WithdrawSpecs looks again.
+const withdrawWait = 10 * time.Millisecond
+
+// isRenumbered reports whether the device nodes in the spec of a prepared claim may have other
+// numbers now.
+func (p *Preparer) isRenumbered(r checkpoint.Record) bool {
+	return r.State == checkpoint.Prepared && r.BootID == p.node.BootID && slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool {
+		name, ok := device.ParseName(d.Device)
+		return ok && !name.Passthrough && p.opts.Edits.Binding(name.PCIAddress()) != d.Binding
+	})
 }

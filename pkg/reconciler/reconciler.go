@@ -7,7 +7,8 @@
 //
 // A comparison also writes CDI specs that another process removed or altered. The Reconciler looks
 // for removed ones every two seconds, because the kubelet does not call Prepare when a container
-// restarts.
+// restarts. As often it removes those whose device nodes may belong to other cards since the NVIDIA
+// driver was loaded again, also while the GPUs are released.
 //
 // The package does not know how a difference is repaired: package prepare does.
 package reconciler
@@ -32,6 +33,9 @@ import (
 
 // Claims works on the claims' checkpoint records and on what they describe.
 type Claims interface {
+	// WithdrawSpecs removes the CDI specs that may name another card's device nodes now. It needs no
+	// access to the GPUs.
+	WithdrawSpecs(ctx context.Context) error
 	// Reconcile compares the records with the hardware, and finishes or rolls back interrupted calls.
 	// Its error lists what still differs.
 	Reconcile(ctx context.Context) error
@@ -85,8 +89,9 @@ const (
 	// interval is the usual pause between two comparisons. retryPause is the pause after a new error.
 	interval   = 30 * time.Second
 	retryPause = 5 * time.Second
-	// specInterval is the pause between two looks for missing CDI specs. A look reads the records, 25
-	// microseconds each. Polling also sees a mount over the directory, and needs no inotify instance.
+	// specInterval is the pause between two looks for missing and outdated CDI specs. A look reads the
+	// records, 25 microseconds each. Polling also sees a mount over the directory, and needs no
+	// inotify instance.
 	specInterval = 2 * time.Second
 )
 
@@ -137,7 +142,7 @@ func (r *Reconciler) wait(ctx context.Context, pause time.Duration) (requested b
 		case <-r.wakeup:
 			return true
 		case <-time.After(specInterval):
-			if r.specWasLost() {
+			if r.specWasLost(ctx) {
 				return true
 			}
 		}
@@ -151,12 +156,13 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 	if r.opts.NewerLeads() {
 		return false, nil
 	}
+	withdrawn := r.opts.Claims.WithdrawSpecs(ctx)
 	done, ok := r.opts.Use()
 	defer done()
 	if !ok {
 		return false, nil // the end of the release wakes the Reconciler
 	}
-	err := errors.Join(r.repair(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
+	err := errors.Join(withdrawn, r.repair(ctx), r.adopt(ctx), r.modes.Clean(ctx, r.opts.Layouts.MIGModeUnneeded()))
 	r.opts.ReportDaemons(ctx)
 	return true, err
 }

@@ -64,6 +64,8 @@ func (n *node) DisableUnusedMIGMode(context.Context, device.GPU) (bool, error) {
 	return true, nil
 }
 
+func (n *node) WithdrawSpecs(context.Context) error { return nil }
+
 func (n *node) PreparedClaims() ([]checkpoint.Record, error) { return nil, nil }
 
 func (n *node) Missing([]types.UID) []string { return nil }

@@ -44,7 +44,14 @@ func (r *Reconciler) repair(ctx context.Context) error {
 }
 
 // specWasLost reports whether a CDI spec is missing that the last comparison may be able to repair.
-func (r *Reconciler) specWasLost() bool {
+// Before that it removes specs that may name another card's device nodes.
+func (r *Reconciler) specWasLost(ctx context.Context) bool {
+	if r.opts.NewerLeads() {
+		return false
+	}
+	if err := r.opts.Claims.WithdrawSpecs(ctx); err != nil {
+		klog.FromContext(ctx).V(2).Info("Failed to withdraw CDI specs; retrying", "err", err)
+	}
 	return slices.ContainsFunc(r.opts.Specs.Missing(r.specifiedClaims()), func(spec string) bool {
 		return !slices.Contains(r.unrepaired, spec)
 	})

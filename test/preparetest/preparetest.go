@@ -115,6 +115,7 @@ func (c *Claims) UnpreparedSince(ctx context.Context, uid types.UID) bool {
 type Edits struct {
 	OnVerify      func(specs.ContainerEdits) error
 	OnMIG         func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits
+	OnBinding     func(a device.PCIAddress) string
 	OnMonitor     func() specs.ContainerEdits
 	OnMetadata    func(c metadata.Claim, request string) (specs.ContainerEdits, error)
 	OnMPSClient   func(daemon string) specs.ContainerEdits
@@ -132,6 +133,14 @@ func (e *Edits) Verify(edits specs.ContainerEdits) error {
 // MIG implements [prepare.Edits].
 func (e *Edits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 	return e.OnMIG(parent, in, c)
+}
+
+// Binding implements [prepare.Edits].
+func (e *Edits) Binding(a device.PCIAddress) string {
+	if e.OnBinding == nil {
+		return ""
+	}
+	return e.OnBinding(a)
 }
 
 // Monitor implements [prepare.Edits].

@@ -42,7 +42,8 @@
 // end, when all faults are over and every claim is unprepared (invariants.go, finish.go):
 //
 //  1. No device belongs to two claims. No two devices of prepared claims exclude each other, and
-//     the claims of a device hold no more memory than it has.
+//     the claims of a device hold no more memory than it has. After a load of the NVIDIA driver and
+//     a reconciliation, no CDI spec names another GPU's device node.
 //  2. No success without durable state. What a successful Prepare promises exists, and survives a
 //     power cut: record, specs, partition, settings, daemon. After a successful Unprepare no file
 //     names the claim.

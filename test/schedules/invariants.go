@@ -210,6 +210,34 @@ func (w *world) checkEdits(g *gpu, name device.Name, deviceName string, admin bo
 	return uuid, nil
 }
 
+// checkNumbers runs after a reconciliation during which the NVIDIA driver was not loaded. It adds a
+// violation if a container that restarts now would get the device node of another claim's GPU.
+func (w *world) checkNumbers() {
+	for _, c := range w.claims {
+		spec, err := w.specs.of(c.uid)
+		if c.phase != prepared || len(c.calls) > 0 || err != nil {
+			continue
+		}
+		for _, d := range spec {
+			for _, n := range d.ContainerEdits.DeviceNodes {
+				if owner := w.ownerOf(n.Path); owner != "" && !strings.Contains(d.Name, owner) {
+					w.violates("the CDI spec of claim %s gives device %s the device node %s of %s", c.name, d.Name, n.Path, owner)
+				}
+			}
+		}
+	}
+}
+
+// ownerOf returns the name of the GPU that has a device node of NVIDIA's driver now.
+func (w *world) ownerOf(path string) string {
+	for _, g := range w.gpus {
+		if !g.unfound && !g.isAway() && path == g.deviceNode() {
+			return g.name()
+		}
+	}
+	return ""
+}
+
 // checkUnprepared runs when Unprepare has just succeeded. It adds a violation if the claim still
 // has a checkpoint record, is listed in a holder file or has a CDI spec, now or after a power cut.
 func (w *world) checkUnprepared(uid types.UID) {
@@ -327,6 +355,9 @@ func (w *world) checkReconciled() {
 	}
 	for _, c := range w.claims {
 		if c.phase != prepared || c.specMayBeGone && w.isOfEarlierBoot(store, c) {
+			continue
+		}
+		if slices.ContainsFunc(w.gpus, func(g *gpu) bool { return g.isAway() && monitors(c.got, g) }) {
 			continue
 		}
 		c.specMayBeGone = false

@@ -47,6 +47,10 @@ type gpu struct {
 	// Claims may use these instances. Prepare of such a claim fails until they exist again.
 	restoredAtBoot bool
 	lost           bool
+	// loads counts the loads of NVIDIA's driver. unfound is set when the last one did not find the
+	// GPU.
+	loads   int
+	unfound bool
 	// pci are the GPU and its audio function on the PCI bus. override is the driver override that an
 	// admin gave the GPU, which a reboot erases.
 	pci      [2]busmodel.Function
@@ -117,6 +121,48 @@ func (g *gpu) bootPCI() {
 // isAway reports whether NVIDIA's driver does not have the GPU.
 func (g *gpu) isAway() bool { return g.pci[0].Driver != nvidiaDriver }
 
+// binding identifies the present binding of the GPU to its driver.
+func (g *gpu) binding() string {
+	if g.unfound {
+		return ""
+	}
+	return fmt.Sprintf("%s %d: %d", g.pci[0].Driver, g.loads, g.Minor)
+}
+
+func (n *node) binding(a device.PCIAddress) string {
+	for _, g := range n.gpus {
+		if g.PCIAddress == a {
+			return g.binding()
+		}
+	}
+	return ""
+}
+
+// loadDriver loads NVIDIA's driver again. It finds no lost GPU, and numbers the others anew, in an
+// order that the caller chooses.
+func (n *node) loadDriver(order []int) {
+	minor := 0
+	for _, i := range order {
+		g := n.gpus[i]
+		g.unfound = g.lost
+		g.loads++
+		if !g.lost && !g.isAway() {
+			g.Minor = minor
+			minor++
+		}
+	}
+}
+
+// returned gives a GPU that comes back to NVIDIA's driver the lowest free number.
+func (n *node) returned(g *gpu) {
+	taken := func(minor int) bool {
+		return slices.ContainsFunc(n.gpus, func(o *gpu) bool { return o != g && !o.isAway() && !o.unfound && o.Minor == minor })
+	}
+	for g.Minor = 0; taken(g.Minor); {
+		g.Minor++
+	}
+}
+
 // bus returns the node's PCI bus.
 func (n *node) bus() *busmodel.Bus {
 	b := &busmodel.Bus{Drivers: []string{nvidiaDriver, audioDriver, busmodel.VFIO}}
@@ -148,8 +194,9 @@ func (n *node) scan() {
 		mig := g.State().MIG
 		mig.Profiles = profiles
 		s.Node.GPUs = append(s.Node.GPUs, nvidia.GPU{
-			GPU:   device.GPU{PCIAddress: g.PCIAddress, UUID: g.UUID, Minor: g.Minor, MemoryBytes: gpuMemory, MIG: &mig, Passthrough: facts},
-			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.Minor)}}},
+			GPU:     device.GPU{PCIAddress: g.PCIAddress, UUID: g.UUID, Minor: g.Minor, MemoryBytes: gpuMemory, MIG: &mig, Passthrough: facts},
+			Edits:   specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: fmt.Sprintf("/dev/nvidia%d", g.Minor)}}},
+			Binding: g.binding(),
 		})
 	}
 	n.snapshot = s
@@ -160,8 +207,8 @@ func (n *node) scan() {
 // placements and IDs. All of these count as the admin's then, also those that the plugin created.
 func (n *node) reboot(adminRestores func(*gpu) bool) {
 	n.boots++
-	for _, g := range n.gpus {
-		g.lost = false
+	for i, g := range n.gpus {
+		g.lost, g.unfound, g.Minor = false, false, i
 		was := maps.Clone(g.Instances)
 		maps.DeleteFunc(was, func(_ uint32, in device.Instance) bool { return len(in.Compute) == 0 })
 		g.reset()

@@ -88,7 +88,7 @@ func (p *process) open() error {
 		},
 		Claims:   &preparetest.Claims{OnRead: p.reread, OnUnpreparedSince: overtaken},
 		Observer: &preparetest.Observer{OnUnprepared: p.unprepared},
-		Edits:    &preparetest.Edits{OnVerify: p.world.verify, OnMPSClient: mpsEdits, OnMIG: migEdits},
+		Edits:    &preparetest.Edits{OnVerify: p.world.verify, OnBinding: p.world.binding, OnMPSClient: mpsEdits, OnMIG: migEdits},
 	})
 	return nil
 }
@@ -303,9 +303,49 @@ func (p *process) partitions() migmodel.Partitions {
 func (p *process) binder() steps.Binder {
 	b := p.world.bus()
 	b.Write = func(op busmodel.Op, effect func() error) error {
-		return p.do(p.ctx, faultPoint("PCI: "+string(op)), effect, nil)
+		return p.do(p.ctx, faultPoint("PCI: "+string(op)), func() error { return p.world.rebind(effect) }, nil)
 	}
 	return busmodel.Binder{Bus: b}
+}
+
+// rebind lets the plugin write to the PCI bus. A claim with admin access to a GPU that gets another
+// driver has no CDI spec until the GPU is back.
+func (w *world) rebind(effect func() error) error {
+	before := map[*gpu]bool{}
+	for _, g := range w.gpus {
+		before[g] = g.isAway()
+	}
+	err := effect()
+	for _, g := range w.gpus {
+		if g.isAway() == before[g] {
+			continue
+		}
+		if !g.isAway() {
+			w.returned(g)
+		}
+		for _, c := range w.claims {
+			c.specMayBeGone = c.specMayBeGone || c.phase == prepared && monitors(c.got, g)
+		}
+	}
+	return err
+}
+
+// monitors reports whether the claim has admin access to the GPU.
+func monitors(c *resourceapi.ResourceClaim, g *gpu) bool {
+	return slices.ContainsFunc(results(c), func(r result) bool {
+		name, _ := device.ParseName(r.Device)
+		return r.AdminAccess != nil && *r.AdminAccess && name.GPU == g.name()
+	})
+}
+
+// Reconcile does what the plugin does regularly.
+func (p *process) Reconcile(ctx context.Context) error {
+	before := p.world.disturbances()
+	err := errors.Join(p.WithdrawSpecs(ctx), p.Transaction.Reconcile(ctx))
+	if err == nil && !p.dead.Load() && slices.Equal(before, p.world.disturbances()) {
+		p.world.checkNumbers()
+	}
+	return err
 }
 
 // change lets the plugin change a GPU, and then checks what it removed and who enabled MIG mode.
@@ -399,7 +439,9 @@ func (g *gpu) deviceNode() string {
 func (n *node) nodes() map[string]bool {
 	there := map[string]bool{}
 	for _, g := range n.gpus {
-		there[g.deviceNode()] = true
+		if !g.unfound {
+			there[g.deviceNode()] = true
+		}
 		for _, in := range g.Instances {
 			there[fmt.Sprintf("%s%d", capDir, in.Minor)] = true
 			for _, c := range in.Compute {

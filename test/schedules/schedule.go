@@ -230,6 +230,7 @@ func (s *schedule) inject(at *blockedCall, f fault) {
 		for _, g := range s.gpus {
 			s.reset(g)
 		}
+		s.loadDriver(s.Perm(len(s.gpus)))
 	case clockJump:
 		s.clockOffset += time.Duration(s.IntN(48)-24) * time.Hour
 	case supervisorDeath:

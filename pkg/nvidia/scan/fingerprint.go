@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
@@ -28,7 +29,7 @@ func Fingerprint(p nvidia.Paths) string {
 	gpus, err := host.GPUs(p.Sysfs)
 	fmt.Fprintln(h, gpus, err)
 	for _, a := range gpus {
-		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.GraphicsDevices(p.Sysfs, a))
+		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.Binding(p.Sysfs, a), host.GraphicsDevices(p.Sysfs, a))
 	}
 	if p.Passthrough {
 		modules, _ := fs.Glob(os.DirFS(p.Sysfs), "module/*vfio*")
@@ -48,6 +49,13 @@ func Fingerprint(p nvidia.Paths) string {
 	firmware, _ := fs.Glob(os.DirFS(p.DriverRoot), "lib/firmware/nvidia/*.*/*")
 	fmt.Fprintln(h, firmware)
 	return fmt.Sprintf("%x+%x", h.Sum(nil), instancesDigest(p.Proc))
+}
+
+// Binding identifies the present binding of a card to its kernel driver. The driver numbers the
+// device nodes of a card when it is bound, and may choose other numbers when it is loaded again or
+// the card returns. It only looks at sysfs, so a hung GPU cannot block it.
+func Binding(p nvidia.Paths, a device.PCIAddress) string {
+	return host.Binding(p.WithDefaults().Sysfs, a)
 }
 
 // HasNVIDIADevice reports whether sysfs lists an NVIDIA display controller. The plugin polls it on

@@ -11,6 +11,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/mig"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/nvmlx"
@@ -57,6 +58,7 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	}
 	r.address.Store(new(g.PCIAddress))
 	r.answered()
+	binding := host.Binding(s.paths.Sysfs, g.PCIAddress) // before the number of its device node
 	if g.ProductName, ret = card.GetName(); ret != nvml.SUCCESS {
 		return nil, fmt.Errorf("read the product name: %w", nvmlx.ToError(ret))
 	}
@@ -86,7 +88,7 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	if err != nil {
 		return nil, err
 	}
-	return &nvidia.GPU{GPU: g, Edits: own}, partial
+	return &nvidia.GPU{GPU: g, Edits: own, Binding: binding}, partial
 }
 
 // readMIG reads the MIG profiles and MIG instances into g. If that fails on a card with MIG off,

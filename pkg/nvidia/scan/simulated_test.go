@@ -188,8 +188,43 @@ func TestScanFollowsDriverUpgrade(t *testing.T) {
 	if second.Driver.Version != "590.48.01" || second.Driver.CUDAVersion != "13.1" || !hasLibrary(second.Common, "libcuda.so.590.48.01") {
 		t.Errorf("%v, %v", second.Driver, second.Common.Mounts)
 	}
+	for i := range first.GPUs {
+		if first.GPUs[i].Binding == second.GPUs[i].Binding {
+			t.Errorf("%s has the binding %q of before", second.GPUs[i].PCIAddress, second.GPUs[i].Binding)
+		}
+		second.GPUs[i].Binding = first.GPUs[i].Binding
+	}
 	if diff := cmp.Diff(first.GPUs, second.GPUs); diff != "" {
 		t.Errorf("the GPUs changed:\n%s", diff)
+	}
+}
+
+func TestBindingLastsAsLongAsTheNumbers(t *testing.T) {
+	s := nvidiatest.NewSite(t, "l40s-x2", layout.Container, "")
+	first := mustScan(s).GPUs
+	holds := func(when string, want ...bool) {
+		t.Helper()
+		for i, g := range first {
+			if now := Binding(s.Paths(), g.PCIAddress); (now == g.Binding) != want[i] {
+				t.Errorf("%s: the binding of %s is %q, and was %q", when, g.PCIAddress, now, g.Binding)
+			}
+		}
+	}
+	if again := mustScan(s).GPUs; first[0].Binding == "" || again[0].Binding != first[0].Binding {
+		t.Fatalf("the bindings are %q and %q", first[0].Binding, again[0].Binding)
+	}
+	s.Change(func(_ *layout.Config, f *state.File) error { return f.Lose(0) })
+	holds("a GPU is lost", true, true)
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, true) })
+	holds("the driver is away", false, false)
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
+	holds("the driver is loaded again", false, false)
+	if Binding(s.Paths(), first[0].PCIAddress) != "" {
+		t.Error("the lost GPU is bound")
+	}
+	left := mustScan(s).GPUs
+	if len(left) != 1 || left[0].UUID != first[1].UUID || left[0].Minor != 0 || left[0].Edits.DeviceNodes[0].Path != "/dev/nvidia0" {
+		t.Errorf("the GPU that is left: %+v", left)
 	}
 }
 

@@ -11,10 +11,11 @@ import (
 const ClaimSpecKind = "claim-spec"
 
 // ClaimSpec is the step that writes the claim's CDI spec, and the metadata files that the spec
-// mounts. The record contains the CDI edits, so that the driver can write a lost spec again without
-// reading the hardware.
+// mounts.
 type ClaimSpec struct {
-	Devices []specs.Device `json:"devices"`
+	// Devices are the CDI devices. They are not recorded, because their device nodes may have other
+	// numbers when the record is read.
+	Devices []specs.Device `json:"-"`
 	// Clients lists the devices that are shared through MPS, each with the MPS daemon to which its
 	// containers connect.
 	Clients []MPSClient `json:"clients,omitempty"`

@@ -6,7 +6,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -14,10 +13,7 @@ import (
 
 func TestStepsSurviveTheRecord(t *testing.T) {
 	partition := &MIGInstance{Device: "gpu-0000-1b-00-0-mig-19-2", ProfileID: 19, Placement: device.Placement{Start: 2, Size: 1}, Asked: true}
-	spec := &ClaimSpec{
-		Devices: []specs.Device{{Name: "d", ContainerEdits: specs.ContainerEdits{Env: []string{"A=B"}}}},
-		Clients: []MPSClient{{Daemon: "d", Threads: 30}},
-	}
+	spec := &ClaimSpec{Clients: []MPSClient{{Daemon: "d", Threads: 30}}}
 	shared, err := NewShared("gpu-0000-1b-00-0", []string{"gpu-0000-1b-00-0"}, &MPSDaemon{})
 	if err != nil {
 		t.Fatal(err)

@@ -353,13 +353,15 @@ func TestRebootKeepsState(t *testing.T) {
 		}
 		return nil
 	})
-	if exists(c.root, "sys/bus/pci/devices/0000:52:00.0") || exists(c.Dev, "nvidia2") ||
-		exists(c.root, "proc/driver/nvidia/gpus/0000:52:00.0") {
+	if exists(c.root, "sys/bus/pci/devices/0000:52:00.0") || exists(c.root, "proc/driver/nvidia/gpus/0000:52:00.0") {
 		t.Error("the lost GPU is still shown")
+	}
+	if next := read(t, c.root, "proc/driver/nvidia/gpus/0000:61:00.0/information"); !strings.Contains(next, "Device Minor: \t 2\n") {
+		t.Errorf("the next GPU has not the lost one's number:\n%s", next)
 	}
 	o.Fresh = true
 	up(t, o)
-	if !exists(c.Dev, "nvidia2") {
+	if !exists(c.root, "proc/driver/nvidia/gpus/0000:52:00.0") {
 		t.Error("a fresh node has a lost GPU")
 	}
 }

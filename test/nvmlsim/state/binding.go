@@ -1,9 +1,11 @@
 package state
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -116,11 +118,25 @@ func (f *File) Bind(gpu int, b Binding) error {
 	})
 }
 
+// renumber gives minors to all GPUs of NVIDIA's driver, as its load does.
+func (f *File) renumber() {
+	var found []*GPU
+	for i := range f.GPUCount() {
+		if g := f.GPU(i); g.Present != 0 && g.Attached() {
+			found = append(found, g)
+		}
+	}
+	slices.SortStableFunc(found, func(a, b *GPU) int { return cmp.Compare(a.Minor, b.Minor) })
+	for minor, g := range found {
+		atomic.StoreUint32(&g.Minor, uint32(minor)) //nolint:gosec // a few GPUs
+	}
+}
+
 // freeMinor returns the lowest minor that no other GPU of NVIDIA's driver has.
 func (f *File) freeMinor(gpu int) uint32 {
 	used := map[uint32]bool{}
 	for i := range f.GPUCount() {
-		if i != gpu && f.GPU(i).Attached() {
+		if i != gpu && f.GPU(i).Present != 0 && f.GPU(i).Attached() {
 			used[f.GPU(i).Minor] = true
 		}
 	}

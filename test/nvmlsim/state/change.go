@@ -122,7 +122,8 @@ func (f *File) Unload(force bool) error {
 }
 
 // Load loads the driver. A non-empty version replaces the driver's version. Loading resets modes,
-// MIG instances, volatile ECC counts and pending remaps; a lost GPU disappears.
+// MIG instances, volatile ECC counts and pending remaps; a lost GPU disappears. The GPUs that the
+// driver finds are numbered anew from 0, in the order of the numbers that they had.
 func (f *File) Load(version, cuda string, force bool) error {
 	return f.idle(force, func() error {
 		h := f.Header()
@@ -144,6 +145,7 @@ func (f *File) Load(version, cuda string, force bool) error {
 			f.anew(i)
 			g.bind(Bound)
 		}
+		f.renumber()
 		atomic.AddUint32(&h.DriverEpoch, 1)
 		atomic.StoreUint32(&h.DriverLoaded, 1)
 		f.wake()

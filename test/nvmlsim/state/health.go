@@ -94,6 +94,9 @@ func (f *File) Restore(gpu int) error {
 		if atomic.LoadUint32(&g.Lost) != 0 {
 			g.began()
 		}
+		if atomic.LoadUint32(&g.Present) == 0 {
+			atomic.StoreUint32(&g.Minor, f.freeMinor(gpu))
+		}
 		atomic.StoreUint32(&g.Lost, 0)
 		atomic.StoreUint32(&g.Present, 1)
 		atomic.StoreUint32(&g.RecoveryAction, 0)
@@ -171,6 +174,7 @@ func (f *File) Plug(gpu int, uuid string) error {
 			atomic.StoreUint64(&g.ECCDoubleAggregate, 0)
 		}
 		f.anew(gpu)
+		atomic.StoreUint32(&g.Minor, f.freeMinor(gpu))
 		g.bind(Bound)
 		if atomic.LoadUint32(&f.Header().DriverLoaded) == 0 {
 			g.bind(Unbound)

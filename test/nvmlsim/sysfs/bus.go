@@ -42,6 +42,8 @@ type function struct {
 	// leaving means that the driver lets go of the function. The links are then gone.
 	leaving  bool
 	override string
+	// bindings counts the drivers that a write to sysfs gave the function.
+	bindings uint32
 	// epoch is the GPU's epoch in the state file. It changes with the card in the slot.
 	epoch uint32
 	vfio  *vfioDevice

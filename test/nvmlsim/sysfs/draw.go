@@ -21,7 +21,8 @@ type entry struct {
 	write func(call) syscall.Errno
 	// children are the names in a folder.
 	children []string
-	// incarnation changes a folder's inode when the device that it shows is another one.
+	// incarnation changes the inode of a folder when the device that it shows is another one, and that
+	// of the link to a driver at each binding.
 	incarnation uint32
 }
 
@@ -159,7 +160,9 @@ func (b *bus) drawFunction(t tree, d *function) {
 	t.link(path.Join("bus/pci/devices", d.Address), folder)
 	t.link(path.Join(folder, "subsystem"), "bus/pci")
 	if driver := b.driverOf(d); driver != "" && !d.leaving {
-		t.link(path.Join(folder, "driver"), path.Join("bus/pci/drivers", driver))
+		link := path.Join(folder, "driver")
+		t.link(link, path.Join("bus/pci/drivers", driver))
+		t[link].incarnation = b.bindings(d)
 		t.link(path.Join("bus/pci/drivers", driver, d.Address), folder)
 	}
 	if b.driverOf(d) == model.DriverNVIDIA && !d.leaving {
@@ -172,6 +175,11 @@ func (b *bus) drawFunction(t tree, d *function) {
 		t.file(path.Join(own, "dev"), fmt.Sprintf("%d:%d\n", d.vfio.id.Major, d.vfio.id.Minor))
 	}
 	b.drawGroup(t, d)
+}
+
+// bindings returns a number that grows with each binding of the function.
+func (b *bus) bindings(d *function) uint32 {
+	return atomic.LoadUint32(&b.state.Header().DriverEpoch) + d.epoch + d.bindings
 }
 
 func (b *bus) drawGroup(t tree, d *function) {

@@ -15,6 +15,7 @@ const checkAgain = 20 * time.Millisecond
 // probe lets the driver take the function. The caller has the function's lock, and no driver has
 // the function.
 func (b *bus) probe(d *function, driver string) syscall.Errno {
+	b.locked(func() { d.bindings++ })
 	switch {
 	case b.isVFIO(driver):
 		return b.bindVFIO(d, driver)

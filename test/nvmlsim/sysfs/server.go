@@ -177,7 +177,7 @@ func (e *entry) attributes(to *fuse.Attr) {
 	}
 }
 
-// Lookup gives a folder a lasting inode, and everything else a new one at each lookup. The kernel
+// Lookup gives a folder and a link a lasting inode, and a file a new one at each lookup. The kernel
 // lets only one write at a time into an inode, and sysfs has no such limit.
 func (n *node) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
 	full := path.Join(n.path, name)
@@ -187,7 +187,7 @@ func (n *node) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*fs
 	}
 	e.attributes(&out.Attr)
 	stable := fs.StableAttr{Mode: e.mode & syscall.S_IFMT}
-	if stable.Mode == syscall.S_IFDIR {
+	if stable.Mode != syscall.S_IFREG {
 		stable.Ino = inode(full, e.incarnation)
 	}
 	return n.NewInode(ctx, &node{server: n.server, path: full}, stable), 0

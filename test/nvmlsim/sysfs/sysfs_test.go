@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -139,6 +140,30 @@ func TestMinorOfAReturnedGPUIsTheLowestFreeOne(t *testing.T) {
 	information, err := os.ReadFile(filepath.Join(filepath.Dir(m.config.SysPath()), "proc/driver/nvidia/gpus", gpu2, "information"))
 	if err != nil || !strings.Contains(string(information), "Device Minor: \t 0\n") {
 		t.Errorf("information: %s, %v", information, err)
+	}
+}
+
+// The inode of the link tells the plugin that a GPU was bound again.
+func TestLinkToDriverIsAnotherAfterEachBinding(t *testing.T) {
+	m := boot(t, "vfio-awkward", nil)
+	inode := func() uint64 {
+		info, err := os.Lstat(filepath.Join(m.config.SysPath(), "bus/pci/devices", gpu0, "driver"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return info.Sys().(*syscall.Stat_t).Ino
+	}
+	seen := []uint64{inode()}
+	if again := inode(); again != seen[0] {
+		t.Errorf("without a change the inodes are %d and %d", seen[0], again)
+	}
+	for _, drivers := range [][2]string{{"nvidia", "vfio-pci"}, {"vfio-pci", ""}, {"nvidia", "vfio-pci"}} {
+		m.hand(gpu0, drivers[0], drivers[1])
+		if now := inode(); slices.Contains(seen, now) {
+			t.Errorf("from %q to %q: inode %d was there before", drivers[0], drivers[1], now)
+		} else {
+			seen = append(seen, now)
+		}
 	}
 }
 

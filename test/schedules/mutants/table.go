@@ -27,6 +27,8 @@ var mutants = []mutant{
 	{"the plan is not recorded before the steps", prepareDir, "(*Preparer).execute", skip{call{to: "Journal"}}},
 	{"the result is not recorded", prepareDir, "(*Preparer).execute", skip{call{to: "recordResult"}}},
 	{"the claim's CDI spec is not written", prepareDir, "(*Preparer).writeSpec", skip{call{to: "Apply"}}},
+	{"numbers of an earlier driver load are written", prepareDir, "(*Preparer).writeSpec", skip{call{to: "checkBinding"}}},
+	{"CDI specs outlive the driver load", prepareDir, "(*Preparer).WithdrawSpecs", skip{call{to: "RemoveClaim"}}},
 	{"an unfinished preparation is taken for a finished one", prepareDir, "(*Preparer).reprepare", dropOperand{"Prepared"}},
 	{"another allocation is taken for the same", prepareDir, "(*Preparer).reprepare", compareLengths{"sameDevice"}},
 	{"the record is removed though a step was not reverted", prepareDir, "(*Preparer).undo", ignore{call{to: "RevertAll"}}},

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
@@ -46,6 +48,23 @@ func Driver(sysfs string, a device.PCIAddress) string {
 		return ""
 	}
 	return filepath.Base(target)
+}
+
+// Binding returns a text that is another one each time a driver is bound to a PCI function, also
+// when the same driver is loaded again. It is empty if no driver is bound, or where sysfs does not
+// tell. It consists of the inode and the birth time of the link to the driver, which the kernel
+// makes anew (driver_sysfs_add in drivers/base/dd.c).
+//
+// /proc/driver/nvidia/gpus tells the number of the device node itself. But its file information
+// asks the driver for the VBIOS version under the driver's global lock, and wakes a suspended GPU
+// (nv_procfs_read_gpu_info in the open kernel modules), so one hung GPU could block every reader.
+func Binding(sysfs string, a device.PCIAddress) string {
+	var s unix.Statx_t
+	link := filepath.Join(sysfs, "bus", "pci", "devices", string(a), "driver")
+	if err := unix.Statx(unix.AT_FDCWD, link, unix.AT_SYMLINK_NOFOLLOW, unix.STATX_INO|unix.STATX_BTIME, &s); err != nil {
+		return ""
+	}
+	return fmt.Sprintf("%d.%d.%d", s.Ino, s.Btime.Sec, s.Btime.Nsec)
 }
 
 // GraphicsDevices returns the names of a PCI function's DRM devices, such as card1 and renderD128.
