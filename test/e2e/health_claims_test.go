@@ -34,6 +34,7 @@ func TestHealthClaims(t *testing.T) {
 
 	t.Run("claims are prepared and given back while events come", w.testClaimsMeanwhile)
 	t.Run("the driver is reloaded while claims are held", w.testReloadUnderClaims)
+	t.Run("the driver is loaded without a GPU that a claim has, and numbers the others anew", w.testRenumbering)
 	t.Run("a node boots without its driver, its Pods end, and the driver comes back", w.testDriverAfterPods)
 }
 
@@ -175,6 +176,57 @@ func (w *world) testReloadUnderClaims(t *testing.T) {
 	w.sameInstance(t, plugin)
 	w.endPods(t, u.namespace)
 	w.uncut(t, h100)
+	w.clean(t, h100)
+}
+
+// testRenumbering loses a claim's GPU and loads the driver again. The GPU of another claim then has
+// the lost one's number, and the kubelet restarts the containers of both without a Prepare.
+func (w *world) testRenumbering(t *testing.T) {
+	u := w.tenant(t)
+	gpus, pods := slices.Sorted(maps.Keys(w.gpus(t, h100))), []string{"first", "second"}
+	for i, pod := range pods {
+		u.template(pod, device("gpu.nvidia.com", busOf(gpus[i]), ""))
+		u.pod(pod, onNode(h100), fromTemplate("gpu", pod), container("main", "gpu"), lasting)
+	}
+	u.running(pods...)
+	node := func(pod string) string {
+		spec := fmt.Sprintf("%s/k8s.gpu.nvidia.com-claim_%s.json", cdiRoot, u.claimOf(t, u.namespace, pod, "gpu").UID)
+		return strings.TrimSpace(w.on(t, h100, "sh", "-c", "grep -o '/dev/nvidia[0-9][0-9]*' "+spec+" 2>/dev/null | sort -u; true"))
+	}
+	if first, second := node("first"), node("second"); first != "/dev/nvidia0" || second != "/dev/nvidia1" {
+		t.Fatalf("the claims have %q and %q", first, second)
+	}
+	lost := busOf(u.device("first"))
+	w.nvmlsim(t, h100, "lose", lost)
+	w.nvmlsim(t, h100, "driver", "reload", "--force")
+	eventually(t, 30*time.Second, "the lost GPU's claim has no CDI spec, and the other has its number", func() (bool, string) {
+		first, second := node("first"), node("second")
+		return first == "" && second == "/dev/nvidia0", fmt.Sprintf("%q, %q", first, second)
+	})
+	before := u.containers(pods)
+	for _, pod := range pods {
+		u.killContainer(pod)
+	}
+	u.inNewContainers(map[string]string{"second": before["second"]})
+	if got, want := u.visible("second", "main"), u.allocated("second", "gpu"); !slices.Equal(got, want) {
+		t.Errorf("the second Pod sees %v, it was given %v", got, want)
+	}
+	eventually(t, 60*time.Second, "the container whose GPU is lost does not start", func() (bool, string) {
+		status := u.get("first").Status.ContainerStatuses[0]
+		if status.State.Running != nil && status.ContainerID != before["first"] {
+			t.Fatalf("it was started:\n%s", u.sh("first", "", "nvidia-smi -L"))
+		}
+		events := u.events(t, u.namespace, "first")
+		return strings.Contains(events, "unresolvable CDI devices"), events
+	})
+
+	w.nvmlsim(t, h100, "restore", lost)
+	u.inNewContainers(map[string]string{"first": before["first"]})
+	if got, want := u.visible("first", "main"), u.allocated("first", "gpu"); !slices.Equal(got, want) {
+		t.Errorf("the first Pod sees %v, it was given %v", got, want)
+	}
+	w.endPods(t, u.namespace)
+	w.offersSome(t)
 	w.clean(t, h100)
 }
 

@@ -164,8 +164,8 @@ func (s scanner) tidy(e edits) edits {
 
 // withoutVoid removes what nvcdi adds to keep NVIDIA's own container runtime from injecting GPUs: a
 // variable, which the base device in package cdi sets, and since 1.20.2 a mount of /dev/null, which
-// confine would refuse. The variable suffices: that runtime asks it in a container that has no other
-// mount of this kind.
+// confine would refuse. The variable suffices: that runtime asks it in a container without other
+// mounts of this kind.
 func withoutVoid(e *edits) {
 	e.Env = slices.DeleteFunc(e.Env, func(v string) bool { return strings.HasPrefix(v, "NVIDIA_VISIBLE_DEVICES=") })
 	e.Mounts = slices.DeleteFunc(e.Mounts, func(m *specs.Mount) bool {
