@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
@@ -30,7 +31,7 @@ func withBus(w *world) *busmodel.Bus {
 		g.Passthrough = &device.Passthrough{VendorID: 0x10de}
 		audio := device.PCIAddress(strings.TrimSuffix(string(g.PCIAddress), "0") + "1")
 		bus.Functions = append(bus.Functions,
-			&busmodel.Function{Address: g.PCIAddress, Driver: "nvidia", Native: "nvidia"},
+			&busmodel.Function{Address: g.PCIAddress, Driver: "nvidia", Native: "nvidia", Display: true},
 			&busmodel.Function{Address: audio, Driver: "snd_hda_intel", Native: "snd_hda_intel"})
 	}
 	w.bus = bus
@@ -206,6 +207,50 @@ func TestGPUThatAnAdminBoundIsNeverRebound(t *testing.T) {
 	}
 	if _, err := p.Prepare(t.Context(), newClaim("d", allocated("r", gpu0))); cause.Of(err) != cause.Device {
 		t.Errorf("a whole GPU without NVIDIA's driver: %v", err)
+	}
+}
+
+// Two GPUs in one IOMMU group go to the same virtual machine. A claim that was allocated one of
+// them earlier, or before the other was plugged in, gets neither, and its end touches neither.
+func TestGPUsOfOneIOMMUGroupAreNotPrepared(t *testing.T) {
+	for name, driver := range map[string]string{"NVIDIA's driver": "nvidia", "no driver": "", "bound by an admin": busmodel.VFIO} {
+		w := newWorld(t)
+		bus := withBus(w)
+		for i, f := range []*busmodel.Function{bus.Functions[0], bus.Functions[2]} {
+			f.Driver, f.Group = driver, 7
+			w.snapshot.Node.GPUs[i].Passthrough.BoundByAdmin = driver == busmodel.VFIO
+		}
+		bus.Write = func(op busmodel.Op, _ func() error) error { t.Errorf("%s: wrote: %s", name, op); return nil }
+		p := w.plugin(t)
+		for claim, gpu := range map[string]string{"a": gpu0, "b": gpu1} {
+			if _, err := p.Prepare(t.Context(), newClaim(claim, allocated("r", gpu+"-vfio"))); err == nil ||
+				!strings.Contains(err.Error(), "another display controller") {
+				t.Errorf("%s: %s: %v", name, gpu, err)
+			}
+		}
+		for _, claim := range []types.UID{"uid-a", "uid-b"} {
+			if err := p.Unprepare(t.Context(), claim); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		if len(w.records()) != 0 {
+			t.Errorf("%s: records %q", name, w.records())
+		}
+	}
+}
+
+// A record may name another GPU as a companion, which meanwhile belongs to another claim.
+func TestEndOfAClaimLeavesOtherGPUsBound(t *testing.T) {
+	w := newWorld(t)
+	bus := withBus(w)
+	bus.Functions[2].Display = false // as a driver that did not know better
+	bus.Functions[0].Group, bus.Functions[2].Group = 7, 7
+	bus.Functions[2].Driver = ""
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", vfio0)))
+	bus.Functions[2].Display = true
+	if err := p.Unprepare(t.Context(), "uid-c"); err != nil || !slices.Equal(drivers(bus), atHome) || bus.Functions[2].Driver != busmodel.VFIO {
+		t.Errorf("%q, the other GPU has %q, %v", drivers(bus), bus.Functions[2].Driver, err)
 	}
 }
 

@@ -116,11 +116,19 @@ func (b Binding) bind(ctx context.Context, bus Bus, idle func(Binding) error) er
 
 // Release undoes [Bind]: it gives each function back to the driver that it had, with the original
 // override, in reverse order. It may be called again after it was interrupted, and after Bind ran
-// in part or not at all. It leaves alone what an admin has changed since. A driver that is not
-// loaded now takes its functions when it is loaded.
+// in part or not at all. It leaves alone what an admin has changed since, and display controllers
+// other than the GPU, which another claim may have. A driver that is not loaded now takes its
+// functions when it is loaded.
 func Release(ctx context.Context, bus Bus, list []Binding, idle func(Binding) error) error {
-	for _, b := range slices.Backward(list) {
-		err := b.release(ctx, bus, idle)
+	for i, b := range slices.Backward(list) {
+		var otherGPU bool
+		var err error
+		if i < len(list)-1 { // the last one is the GPU itself
+			otherGPU, err = bus.IsDisplay(b.Address)
+		}
+		if err == nil && !otherGPU {
+			err = b.release(ctx, bus, idle)
+		}
 		if err != nil && !errors.Is(err, fs.ErrNotExist) { // a function that left the bus is released
 			return fmt.Errorf("give PCI function %s back to its driver: %w", b.Address, err)
 		}

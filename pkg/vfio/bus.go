@@ -16,6 +16,9 @@ type Bus interface {
 	// Driver returns the driver that has the function, and the function's driver override. Both may be
 	// empty. The error wraps [fs.ErrNotExist] if the function is not on the bus.
 	Driver(function device.PCIAddress) (driver, override string, err error)
+	// IsDisplay reports whether the function is a GPU or another display controller. The error is as
+	// that of Driver.
+	IsDisplay(function device.PCIAddress) (bool, error)
 	// HasDriver reports whether the kernel has a driver of this name now.
 	HasDriver(name string) bool
 	// SetOverride restricts the function to one driver. An empty name lifts the restriction.
@@ -48,6 +51,12 @@ func (s Sysfs) Driver(function device.PCIAddress) (driver, override string, err 
 		return "", override, nil
 	}
 	return filepath.Base(target), override, err
+}
+
+// IsDisplay implements [Bus].
+func (s Sysfs) IsDisplay(function device.PCIAddress) (bool, error) {
+	raw, err := os.ReadFile(s.path("devices", string(function), "class"))
+	return strings.HasPrefix(string(raw), "0x03"), err
 }
 
 // HasDriver implements [Bus].

@@ -17,6 +17,8 @@ const (
 	nvidiaVendor = 0x10de
 	// classBridge is the class of PCI bridges. A group may contain them, whatever their driver.
 	classBridge = 0x0604
+	// baseDisplay is the base class of display controllers, which all GPUs are.
+	baseDisplay = 0x03
 	// noOverride is what the kernel shows for a function without driver_override.
 	noOverride = "(null)"
 )
@@ -41,6 +43,9 @@ func (f Function) Bound() bool {
 	name := strings.ReplaceAll(f.Driver, "_", "-")
 	return strings.HasSuffix(name, "vfio-pci")
 }
+
+// IsDisplay reports whether the function is a GPU or another display controller.
+func (f Function) IsDisplay() bool { return f.Class>>8 == baseDisplay }
 
 // Group is a GPU with what VFIO needs to know about it.
 type Group struct {

@@ -21,7 +21,11 @@ func (g Group) Refusal() string {
 		return "the kernel cannot reset it, so one virtual machine would leave its data to the next"
 	}
 	for _, c := range g.Companions {
-		// Functions of the GPU's own slot serve only it. Another card has users of its own.
+		if c.IsDisplay() {
+			return fmt.Sprintf("another display controller, %s, is in its slot or in IOMMU group %d, so a virtual machine would get both: "+
+				"put one of the cards into another slot", c.Address, g.Number)
+		}
+		// Other functions of the GPU's own slot serve only it. Another card has users of its own.
 		if !sameSlot(string(c.Address), string(g.GPU.Address)) && c.Driver != "" && !c.Bound() {
 			return fmt.Sprintf("it shares IOMMU group %d with %s, which driver %s uses: put one of the cards into another slot, or unbind %s",
 				g.Number, c.Address, c.Driver, c.Address)

@@ -94,6 +94,13 @@ func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 			})
 		}
 	}
+	display := func(address, class, group, driver string) func(*testing.T, tree) {
+		return func(t *testing.T, s tree) {
+			t.Helper()
+			files := with(with(gpuFiles(group), "class", class), "driver", driver)
+			s.add(t, address, with(files, "iommu_group", group))
+		}
+	}
 	for name, tc := range map[string]struct {
 		files map[string]string
 		more  func(*testing.T, tree)
@@ -107,6 +114,12 @@ func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 		"another vendor":    {files: with(gpuFiles("17"), "vendor", "0x1002"), want: "0x1002"},
 		"a card in use":     {files: gpuFiles("17"), more: neighbor("i40e"), want: "0000:1c:00.0, which driver i40e uses"},
 		"a card with VFIO":  {files: gpuFiles("17"), more: neighbor("vfio-pci")},
+		"a GPU with VFIO":   {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030200", "17", "vfio-pci"), want: "0000:1c:00.0"},
+		"a GPU in use":      {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030000", "17", "nvidia"), want: "0000:1c:00.0"},
+		"a GPU, no driver":  {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x038000", "17", ""), want: "0000:1c:00.0"},
+		"a GPU in its slot": {files: gpuFiles("17"), more: display("0000:1b:00.4", "0x030200", "", "vfio-pci"), want: "0000:1b:00.4"},
+		"both without":      {files: with(gpuFiles("17"), "driver", ""), more: display("0000:1c:00.0", "0x030200", "17", ""), want: "0000:1c:00.0"},
+		"a GPU elsewhere":   {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030200", "18", "nvidia")},
 		"bound at boot":     {files: with(gpuFiles("17"), "driver", "nvgrace_gpu_vfio_pci")},
 		"no driver at all":  {files: with(gpuFiles("17"), "driver", "")},
 	} {

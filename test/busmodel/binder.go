@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"slices"
 	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -23,25 +24,50 @@ var _ steps.Binder = Binder{}
 
 // Look implements [steps.Binder].
 func (b Binder) Look(_ context.Context, card device.Card) (found vfio.Found, _ error) {
-	slot, _, _ := strings.Cut(string(card.PCIAddress), ".")
-	var gpu []vfio.Binding
+	group, err := b.group(card)
+	for _, f := range append(group.Companions, group.GPU) {
+		found.Functions = append(found.Functions, vfio.Binding{Address: f.Address, Driver: f.Driver, Override: f.Override, VFIO: VFIO})
+	}
+	return found, err
+}
+
+// group returns the card's group. The error says why the card cannot be passed through.
+func (b Binder) group(card device.Card) (vfio.Group, error) {
+	gpu := b.Bus.find(card.PCIAddress)
+	if gpu == nil {
+		return vfio.Group{}, b.wrap("look at", card, fs.ErrNotExist)
+	}
+	group := vfio.Group{GPU: gpu.facts(), Number: gpu.Group, ResetMethods: []string{"flr"}}
+	slot, _, _ := strings.Cut(string(gpu.Address), ".")
 	for _, f := range b.Bus.Functions {
-		if !strings.HasPrefix(string(f.Address), slot+".") {
-			continue
-		}
-		one := vfio.Binding{Address: f.Address, Driver: f.Driver, Override: f.Override, VFIO: VFIO}
-		if f.Address == card.PCIAddress {
-			gpu = append(gpu, one)
-		} else {
-			found.Functions = append(found.Functions, one)
+		if f != gpu && (strings.HasPrefix(string(f.Address), slot+".") || f.Group != 0 && f.Group == gpu.Group) {
+			group.Companions = append(group.Companions, f.facts())
 		}
 	}
-	found.Functions = append(found.Functions, gpu...)
-	return found, nil
+	if why := group.Refusal(); why != "" {
+		return group, b.wrap("look at", card, errors.New(why))
+	}
+	return group, nil
+}
+
+// facts returns the function as sysfs shows it, of NVIDIA.
+func (f *Function) facts() vfio.Function {
+	facts := vfio.Function{Address: f.Address, Vendor: 0x10de, Driver: f.Driver, Override: f.Override}
+	if f.Display {
+		facts.Class = 0x0302
+	}
+	return facts
 }
 
 // Bind implements [steps.Binder].
 func (b Binder) Bind(ctx context.Context, card device.Card, found vfio.Found) error {
+	unbound := slices.ContainsFunc(found.Functions, func(f vfio.Binding) bool {
+		driver, _, err := b.Bus.Driver(f.Address)
+		return err != nil || driver != f.VFIO
+	})
+	if _, err := b.group(card); unbound && err != nil {
+		return err
+	}
 	return b.wrap("bind", card, vfio.Bind(ctx, b.Bus, found.Functions, b.idle))
 }
 

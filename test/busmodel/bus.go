@@ -15,6 +15,10 @@ import (
 type Function struct {
 	Address          device.PCIAddress
 	Driver, Override string
+	// Display means that the function is a GPU or another display controller.
+	Display bool
+	// Group is the function's IOMMU group. Functions without one have a group for each slot.
+	Group int
 	// Native is the driver that takes the function without an override.
 	Native string
 	// Used means that a process has the function open.
@@ -57,6 +61,15 @@ func (b *Bus) Driver(address device.PCIAddress) (driver, override string, err er
 		return "", "", fs.ErrNotExist
 	}
 	return f.Driver, f.Override, nil
+}
+
+// IsDisplay implements [vfio.Bus].
+func (b *Bus) IsDisplay(address device.PCIAddress) (bool, error) {
+	f := b.find(address)
+	if f == nil {
+		return false, fs.ErrNotExist
+	}
+	return f.Display, nil
 }
 
 // HasDriver implements [vfio.Bus].

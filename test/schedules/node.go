@@ -94,7 +94,7 @@ func newNode(cards int) *node {
 		g := &gpu{GPU: *migmodel.New(h100, card, i), adminInstances: map[uint32]device.Instance{}}
 		g.LowestIDs, g.TimeSlice = true, initialSlice
 		g.pci[1] = busmodel.Function{Address: card.PCIAddress[:len(card.PCIAddress)-1] + "1", Native: audioDriver}
-		g.pci[0] = busmodel.Function{Address: card.PCIAddress, Native: nvidiaDriver}
+		g.pci[0] = busmodel.Function{Address: card.PCIAddress, Native: nvidiaDriver, Display: true}
 		g.bootPCI()
 		if i == 0 {
 			g.pci[0].Override, g.override = nvidiaDriver, nvidiaDriver

@@ -436,3 +436,60 @@ func TestCardWithoutNVIDIADriver(t *testing.T) {
 	must(t, s.Release(t.Context(), card, found))
 	s.is(before)
 }
+
+// Two GPUs in one IOMMU group always go to the same virtual machine, so neither is bound for a
+// claim, whatever drivers they have.
+func TestGPUThatSharesItsGroupWithAnotherIsRefused(t *testing.T) {
+	s := newSite(t, "vfio-awkward", nil)
+	bus := vfio.Sysfs(s.Paths().Sysfs)
+	cards := []device.Card{s.Card(4), s.Card(5)}
+	for _, driver := range []string{"nvidia", "", "vfio-pci"} {
+		for _, c := range cards {
+			if was, _, err := bus.Driver(c.PCIAddress); err == nil && was != "" && was != driver {
+				must(t, bus.Unbind(c.PCIAddress, was))
+			}
+			if driver != "" {
+				must(t, bus.SetOverride(c.PCIAddress, driver))
+				must(t, bus.Probe(c.PCIAddress))
+			}
+			s.has(c.PCIAddress, driver)
+		}
+		before := s.snapshot()
+		for i, c := range cards {
+			other := cards[1-i].PCIAddress
+			if _, err := s.Look(t.Context(), c); err == nil || !strings.Contains(err.Error(), string(other)) {
+				t.Errorf("look with driver %q: %v, want one that names %s", driver, err, other)
+			}
+		}
+		s.is(before)
+	}
+}
+
+// A GPU may be plugged into the group after the look, and the record of an earlier version of the
+// driver may name another GPU.
+func TestOtherGPUIsNeitherBoundNorReleased(t *testing.T) {
+	s := newSite(t, "vfio-awkward", nil)
+	bus := vfio.Sysfs(s.Paths().Sysfs)
+	card, other := s.Card(4), s.Card(5)
+	own := vfio.Binding{Address: card.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}
+	before := s.snapshot()
+	for name, found := range map[string]vfio.Found{
+		"plugged in later": {Functions: []vfio.Binding{own}},
+		"recorded":         {Functions: []vfio.Binding{{Address: other.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}, own}},
+	} {
+		if err := s.Bind(t.Context(), card, found); err == nil || !strings.Contains(err.Error(), string(other.PCIAddress)) {
+			t.Errorf("%s: bind: %v, want one that names %s", name, err, other.PCIAddress)
+		}
+		s.is(before)
+		for _, c := range []device.Card{card, other} { // another claim has the other GPU
+			must(t, bus.SetOverride(c.PCIAddress, "vfio-pci"))
+			must(t, bus.Unbind(c.PCIAddress, "nvidia"))
+			must(t, bus.Probe(c.PCIAddress))
+		}
+		must(t, s.Release(t.Context(), card, found))
+		s.has(card.PCIAddress, "nvidia")
+		s.has(other.PCIAddress, "vfio-pci")
+		must(t, s.Release(t.Context(), other, vfio.Found{Functions: []vfio.Binding{{Address: other.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}}}))
+		s.is(before)
+	}
+}

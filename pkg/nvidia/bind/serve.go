@@ -102,6 +102,9 @@ func (o order) do(ctx context.Context) (answer, error) {
 		if err := o.awaitIdle(ctx); err != nil {
 			return answer{}, err
 		}
+		if _, err := o.group(); err != nil { // it may have changed since the look
+			return answer{}, err
+		}
 		return answer{}, vfio.Bind(ctx, vfio.Sysfs(o.Paths.Sysfs), o.List, o.checkIdle)
 	case opRelease:
 		return answer{}, vfio.Release(ctx, vfio.Sysfs(o.Paths.Sysfs), o.List, o.checkIdle)
@@ -110,13 +113,19 @@ func (o order) do(ctx context.Context) (answer, error) {
 	}
 }
 
-func (o order) look() (answer, error) {
+// group reads the card's group. It returns an error if the card cannot be passed through.
+func (o order) group() (vfio.Group, error) {
 	group, err := vfio.Read(o.Paths.Sysfs, o.Card)
+	if refusal := group.Refusal(); err == nil && refusal != "" {
+		err = errors.New(refusal)
+	}
+	return group, err
+}
+
+func (o order) look() (answer, error) {
+	group, err := o.group()
 	if err != nil {
 		return answer{}, err
-	}
-	if refusal := group.Refusal(); refusal != "" {
-		return answer{}, errors.New(refusal)
 	}
 	list, err := group.Bindings(o.Paths.Sysfs, o.Paths.Modules)
 	return answer{List: list}, err

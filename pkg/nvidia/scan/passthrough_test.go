@@ -51,7 +51,7 @@ func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
 		t.Error(err)
 	}
 	node, err := addPassthrough(t.Context(), p, listed, nil)
-	if err != nil || len(node.Passthrough) != 3 {
+	if err != nil || len(node.Passthrough) != 5 {
 		t.Fatalf("%+v, %v", node.Passthrough, err)
 	}
 	facts := node.GPUs[0].Passthrough
@@ -60,6 +60,7 @@ func TestPassthroughIsAddedOnlyIfItIsOn(t *testing.T) {
 	}
 	for address, want := range map[device.PCIAddress]string{
 		"0000:22:00.0": "", "0000:61:00.0": "the kernel cannot reset it", "0000:62:00.0": "virtual functions are enabled",
+		"0000:a1:00.0": "0000:a2:00.0", "0000:a2:00.0": "0000:a1:00.0",
 	} {
 		for _, g := range node.Passthrough {
 			if g.PCIAddress != address {
@@ -83,7 +84,7 @@ func TestScanWithoutDriverReportsPassthrough(t *testing.T) {
 	p.DriverRoot, p.Passthrough = t.TempDir(), true
 	_, err := describe(scanNode(context.Background(), p)).result()
 	var unready *nvidia.NotReadyError
-	if !errors.As(err, &unready) || len(unready.Passthrough) != 4 || unready.Passthrough[0].Passthrough == nil {
+	if !errors.As(err, &unready) || len(unready.Passthrough) != 6 || unready.Passthrough[0].Passthrough == nil {
 		t.Errorf("%+v", err)
 	}
 }

@@ -40,10 +40,15 @@ func (s *Passthrough) Kind() string { return PassthroughKind }
 
 // Apply binds the GPU. If it is bound, Apply only finds its device nodes.
 func (s *Passthrough) Apply(ctx context.Context, env *Env) error {
-	if !s.ByAdmin {
-		if err := s.bind(ctx, env); err != nil {
-			return s.wrapError(err)
-		}
+	var err error
+	switch {
+	case !s.ByAdmin:
+		err = s.bind(ctx, env)
+	case s.Access.Node == "": // the admin may have bound another GPU of the group since the scan
+		_, err = env.Binder.Look(ctx, s.Card)
+	}
+	if err != nil {
+		return s.wrapError(err)
 	}
 	access, err := env.Binder.Access(ctx, s.Card.PCIAddress, s.PreferIOMMUFD)
 	if err != nil {
