@@ -132,13 +132,14 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		return nil, err
 	}
 	healthReport := report.New(parts.Client, recorder, parts.Metrics, state.records, lead.NewerLeads)
+	records := ledger.New(state.records, state.bootID, inv)
 	verdicts := loop.New(ctx, loop.Options{
 		StateDir: cfg.StateDir(), BootID: state.bootID,
-		Inventory: inv, Records: state.records, InUse: ledger.New(state.records, state.bootID, inv).InUse,
+		Inventory: inv, Records: state.records, InUse: records.InUse,
 		Reporter: healthReport, Watch: parts.Watch,
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
-	node := nodeview.New(inv, verdicts, reference)
+	node := nodeview.New(inv, verdicts, reference, records.InUseByContainers)
 	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(prepare.Options{

@@ -30,7 +30,7 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 		w := newWorld(inventory.Snapshot{Ready: true, Known: true, Node: nvidia.Node{
 			GPUs: []nvidia.GPU{machine(first, 7), machine(second, 1), plain, bound, machine("0000:bb:00.0", 4)},
 		}})
-		n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+		n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 		var mu sync.Mutex // for the four below
 		var asked []int
 		var claimErr error

@@ -43,6 +43,8 @@ type Node struct {
 	inventory Inventory
 	health    Health
 	reference ReferenceDriver
+	// inUse reports whether a claim has the GPU or a part of it for containers.
+	inUse func(gpu string) (bool, error)
 
 	mu       sync.Mutex           // serializes updates, and guards the fields before view
 	reported map[string]Condition // by source
@@ -58,9 +60,12 @@ type Node struct {
 	firstLook chan struct{}
 }
 
-// New returns a Node with its first View.
-func New(i Inventory, h Health, r ReferenceDriver) *Node {
-	n := &Node{inventory: i, health: h, reference: r, reported: map[string]Condition{}, firstLook: make(chan struct{})}
+// New returns a Node with its first View. inUse reports whether a claim's record, of any boot, has
+// the GPU or a part of it for containers.
+func New(i Inventory, h Health, r ReferenceDriver, inUse func(gpu string) (bool, error)) *Node {
+	n := &Node{
+		inventory: i, health: h, reference: r, inUse: inUse, reported: map[string]Condition{}, firstLook: make(chan struct{}),
+	}
 	n.Update()
 	return n
 }

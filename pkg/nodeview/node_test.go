@@ -22,6 +22,8 @@ type world struct {
 	snapshot inventory.Snapshot
 	missing  []device.GPU
 	lent     []device.GPU
+	used     map[string]bool // GPUs that claims have for containers, by name
+	usedErr  error
 	claims   []predecessor.Claim
 	err      error
 	// changed signals a change of the missing GPUs. checkpoint is true after a change of the claims.
@@ -105,8 +107,15 @@ func (f fakeReference) Changed() bool {
 }
 
 func (w *world) start() *Node {
-	w.node = New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+	w.node = New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 	return w.node
+}
+
+// inUse reports whether claims have the GPU for containers.
+func (w *world) inUse(gpu string) (bool, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.used[gpu], w.usedErr
 }
 
 const first, second device.PCIAddress = "0000:1b:00.0", "0000:43:00.0"

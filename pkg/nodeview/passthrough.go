@@ -1,11 +1,13 @@
 package nodeview
 
 import (
+	"fmt"
 	"slices"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
 // driverGrace is how long NVIDIA's driver must be missing before the node's GPUs are offered to
@@ -30,15 +32,21 @@ func (n *Node) SetNodePolicies(p device.Policies) {
 
 // withPassthrough returns s with the GPUs that NVML does not list but that virtual machines can
 // use: those that claims have (lent), and where passthrough is on those that an admin bound to
-// VFIO, and on a node without NVIDIA's driver all others. The caller holds n.mu.
+// VFIO, and on a node without NVIDIA's driver all others. A GPU that a claim has for containers is
+// left out: after a reboot NVIDIA's driver may still come. The caller holds n.mu.
 func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventory.Snapshot {
 	found := slices.Clone(lent)
 	policies, _ := n.policies() // until they are known, virtual machines get no GPU
 	driverMissing := s.Code == inventory.CodeDriverMissing && s.Node.Driver.Version == "" && time.Since(s.Since) >= driverGrace
 	for _, g := range s.Node.Passthrough {
-		if policies.For(g).OffersUnlisted(g, driverMissing) {
-			found = append(found, g)
+		if !policies.For(g).OffersUnlisted(g, driverMissing) {
+			continue
 		}
+		if why := n.forContainers(g); why != "" {
+			s.Node.Problems = append(slices.Clone(s.Node.Problems), nvidia.Problem{PCIAddress: g.PCIAddress, Message: why})
+			continue
+		}
+		found = append(found, g)
 	}
 	node := s.Node.WithUnlisted(found)
 	if len(node.GPUs) == len(s.Node.GPUs) {
@@ -49,6 +57,19 @@ func (n *Node) withPassthrough(s inventory.Snapshot, lent []device.GPU) inventor
 	}
 	s.Known, s.Empty, s.Node = true, false, node
 	return s
+}
+
+// forContainers says why no virtual machine may get a GPU that NVML does not list: a claim has it
+// for containers. It is "" if no claim does.
+func (n *Node) forContainers(g device.GPU) string {
+	used, err := n.inUse(g.WholeName())
+	switch {
+	case err != nil:
+		return fmt.Sprintf("not for virtual machines, because it is unknown whether a claim has it for containers: %v", err)
+	case used:
+		return "not for virtual machines, because a claim has it for containers: load NVIDIA's driver, or delete the claim's Pod"
+	}
+	return ""
 }
 
 // Policies returns the policies of the node's GPUs. Until they are known they are the zero value,

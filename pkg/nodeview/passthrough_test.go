@@ -1,6 +1,8 @@
 package nodeview
 
 import (
+	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -45,7 +47,7 @@ func TestGPUBoundByAdminIsAddedWherePassthroughIsOn(t *testing.T) {
 		Problems:    []nvidia.Problem{{PCIAddress: other, Message: "bound to vfio-pci"}},
 	}}
 	w := newWorld(s)
-	n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+	n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 	expect := func(when string, want int) {
 		t.Helper()
 		if got := preparable(n); len(got) != want {
@@ -87,7 +89,7 @@ func TestNodeWithoutDriverOffersItsGPUs(t *testing.T) {
 				w := newWorld(inventory.Snapshot{Code: c.code, Reason: "why", Since: time.Now(), Node: nvidia.Node{
 					Driver: device.Driver{Version: c.driver}, Passthrough: []device.GPU{c.gpu},
 				}})
-				n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+				n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 				n.SetConfigured(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true)}))
 				n.SetNodePolicies(device.Policies{})
 				if got := preparable(n); c.code == inventory.CodeDriverMissing && len(got) != 0 {
@@ -103,6 +105,46 @@ func TestNodeWithoutDriverOffersItsGPUs(t *testing.T) {
 	}
 }
 
+// After a reboot the driver may come late, and a claim of the last boot gets its partition or whole
+// GPU again. Until its record is gone, no virtual machine may have that GPU.
+func TestGPUThatAClaimHasForContainersIsNotForVirtualMachines(t *testing.T) {
+	for name, c := range map[string]struct {
+		bound   bool
+		usedErr error
+	}{
+		"no driver": {}, "bound to VFIO at boot": {bound: true}, "unreadable directory": {usedErr: errors.New("I/O error")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := newWorld(inventory.Snapshot{Code: inventory.CodeDriverMissing, Reason: "no driver", Since: time.Now(), Node: nvidia.Node{
+					Passthrough: []device.GPU{sysfsOnly(first, c.bound), sysfsOnly(second, c.bound)},
+				}})
+				w.used, w.usedErr = map[string]bool{first.WholeName(): true}, c.usedErr
+				n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
+				n.SetConfigured(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true)}))
+				n.SetNodePolicies(device.Policies{})
+				<-time.After(driverGrace)
+				n.Update()
+				want := []device.PCIAddress{second}
+				if c.usedErr != nil {
+					want = nil
+				}
+				if got := preparable(n); !slices.Equal(got, want) {
+					t.Errorf("the node has %v, want %v", got, want)
+				}
+				if problems := n.View().Offered.Node.Problems; len(problems) == 0 || problems[0].PCIAddress != first {
+					t.Errorf("problems %v", problems)
+				}
+				w.set(func() { w.used, w.usedErr = nil, nil })
+				n.Update()
+				if got := preparable(n); !slices.Equal(got, []device.PCIAddress{first, second}) {
+					t.Errorf("after the claim's end the node has %v", got)
+				}
+			})
+		})
+	}
+}
+
 // A GPU that a claim has for a virtual machine stays as it was, whatever the policy says now.
 func TestLentGPUStaysPreparableAndOffered(t *testing.T) {
 	bound := sysfsOnly(second, true)
@@ -111,7 +153,7 @@ func TestLentGPUStaysPreparableAndOffered(t *testing.T) {
 		Problems: []nvidia.Problem{{PCIAddress: second, Message: "bound to vfio-pci"}},
 	}})
 	w.lent = []device.GPU{gpu(second)}
-	n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w})
+	n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 	for _, p := range []device.PassthroughSettings{{}, {Enabled: ptr.To(true)}} {
 		n.SetNodePolicies(passthrough(t, p))
 		v := n.View()

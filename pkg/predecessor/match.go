@@ -43,7 +43,7 @@ func (d Device) FindGPU(all []nvidia.GPU) (device.GPU, bool) {
 		func(g device.GPU) bool { return d.PCIBusID != "" && samePCIAddress(g.PCIAddress, d.PCIBusID) },
 		func(g device.GPU) bool { return d.MIG != nil && hasPartition(g, d.MIG.UUID) },
 		func(g device.GPU) bool {
-			return d.GPUUUID == "" && d.PCIBusID == "" && d.MIG == nil && g.Minor == number
+			return d.GPUUUID == "" && d.PCIBusID == "" && d.MIG == nil && g.Minor == number && !g.PassthroughOnly()
 		},
 	} {
 		if i := slices.IndexFunc(all, func(g nvidia.GPU) bool { return is(g.GPU) }); i >= 0 {

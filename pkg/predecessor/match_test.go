@@ -34,3 +34,16 @@ func TestClaimMayUseGPU(t *testing.T) {
 		}
 	}
 }
+
+// A GPU that NVML does not list has no minor number, so a number in a name can be that of any GPU.
+func TestUnlistedGPUIsNotMatchedByNumber(t *testing.T) {
+	unlisted := []nvidia.GPU{
+		{GPU: device.GPU{PCIAddress: "0000:1b:00.0", Passthrough: &device.Passthrough{}}},
+		{GPU: device.GPU{PCIAddress: "0000:43:00.0", Passthrough: &device.Passthrough{}}},
+	}
+	for _, g := range unlisted {
+		if !(Claim{Devices: []Device{{Name: "gpu-0"}}}).MayUse(g.GPU, unlisted) {
+			t.Errorf("an unfinished claim cannot be on %s", g.PCIAddress)
+		}
+	}
+}

@@ -72,7 +72,7 @@ func newAnnotatedLayouts(r *fakeRecords, rules string) *Layouts {
 
 // policyNode returns a node whose policies the test sets.
 func policyNode() *nodeview.Node {
-	return nodeview.New(inventorytest.New(inventory.Snapshot{}), &fakeHealth{changed: make(chan struct{})}, noReferenceDriver{})
+	return nodeview.New(inventorytest.New(inventory.Snapshot{}), &fakeHealth{changed: make(chan struct{})}, noReferenceDriver{}, noClaims)
 }
 
 func instance(id, start uint32) device.Instance {

@@ -93,7 +93,7 @@ func newPublishingNode(t *testing.T, client kubernetes.Interface, s inventory.Sn
 		health: &fakeHealth{view: &health.View{}, changed: make(chan struct{})}, records: &fakeRecords{},
 	}
 	u.client, _ = client.(*fake.Clientset)
-	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{})
+	u.node = nodeview.New(u.inv, u.health, noReferenceDriver{}, noClaims)
 	u.node.SetConfigured(device.Policies{})
 	effects, errs := health.NewEffects(nil, nil)
 	if errs != nil {
@@ -218,3 +218,6 @@ func TestSlicesFollowTheInventory(t *testing.T) {
 		t.Error("the plugin deleted its slices when it stopped: an update must keep the GPUs published")
 	}
 }
+
+// noClaims fakes a node without claims.
+func noClaims(string) (bool, error) { return false, nil }

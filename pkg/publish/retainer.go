@@ -159,6 +159,12 @@ func (r *retainer) Retain(
 	r.offered = wanted
 	r.published.addMissing(wanted)
 	r.logWaiting(ctx, waiting)
+	for _, name := range waiting {
+		if _, offered := wanted[name]; !offered {
+			n, _ := device.ParseName(name)
+			delete(r.gpus, n.GPU) // it stays new, so the claims are listed until the device's claim ends
+		}
+	}
 	return settled && len(waiting) == 0, nil
 }
 
@@ -266,12 +272,20 @@ func (r *retainer) readAllocations(ctx context.Context, wanted forms) error {
 // has reports whether a GPU has the device with this name, or can have it.
 func (r *retainer) has(name string) bool {
 	n, ok := device.ParseName(name)
-	return ok && r.gpus[n.GPU].Has(n)
+	return ok && (r.gpus[n.GPU].Has(n) || r.unlisted(name))
+}
+
+// unlisted reports whether NVML does not list the GPU of the device with this name, as before
+// NVIDIA's driver is loaded. Then it is unknown which devices the GPU can have.
+func (r *retainer) unlisted(name string) bool {
+	n, ok := device.ParseName(name)
+	return ok && r.gpus[n.GPU].PassthroughOnly()
 }
 
 // markRetained sets Held and HeldShares of the offerings from all the given allocations. wanted has
 // the devices that are then published. waiting has the devices that the policy would remove or
-// publish with other counters if no claim had them.
+// publish with other counters if no claim had them, and those that cannot be published before
+// NVIDIA's driver is loaded. The latter keep their GPUs from virtual machines.
 func (r *retainer) markRetained(
 	offerings []device.Offering, counters bool, build SliceBuilder, all ...device.Allocations,
 ) (wanted forms, waiting []string) {
@@ -283,6 +297,11 @@ func (r *retainer) markRetained(
 		offerings[i].Held, offerings[i].HeldShares = nil, shared
 	}
 	unclaimed := formsOf(build(offerings))
+	for name := range shared {
+		if _, offered := unclaimed[name]; !offered && r.unlisted(name) {
+			waiting = append(waiting, name)
+		}
+	}
 	retained := map[string]bool{} // true for devices that consume counters
 	for _, allocations := range all {
 		for name := range allocations.Exclusive {
@@ -298,7 +317,7 @@ func (r *retainer) markRetained(
 		}
 	}
 	if len(retained) == 0 {
-		return unclaimed, nil
+		return unclaimed, waiting
 	}
 	for i := range offerings {
 		offerings[i].Held = retained
@@ -306,7 +325,7 @@ func (r *retainer) markRetained(
 	wanted = formsOf(build(offerings))
 	for name := range retained {
 		form, offered := wanted[name]
-		if now, offeredUnclaimed := unclaimed[name]; offered && (!offeredUnclaimed || now != form) {
+		if now, offeredUnclaimed := unclaimed[name]; offered && (!offeredUnclaimed || now != form) || !offered && r.unlisted(name) {
 			waiting = append(waiting, name)
 		}
 	}
@@ -327,7 +346,7 @@ func (r *retainer) logWaiting(ctx context.Context, waiting []string) {
 	}
 	retained := make([]string, len(waiting))
 	for i, name := range waiting {
-		retained[i] = name + " by claim " + cmp.Or(r.prepared.Exclusive[name], r.allocated.Exclusive[name])
+		retained[i] = name + " by claim " + cmp.Or(r.prepared.Exclusive[name], r.allocated.Exclusive[name], "(shared)")
 	}
 	klog.FromContext(ctx).Info("Delaying changes to the offered devices until claims end", "devices", retained)
 }

@@ -13,6 +13,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -429,4 +430,93 @@ func TestHeldDevicesSettleInAnyOrderOfSlices(t *testing.T) {
 			t.Errorf("the claims were listed %d times, although nothing changed", n.lists)
 		}
 	})
+}
+
+// Until NVIDIA's driver is loaded after a reboot, sysfs alone says what the node's GPUs are, and no
+// virtual machine may get a GPU of which a claim was allocated a part. The kubelet has deleted the
+// slices, and only the API server or a record knows of the claim.
+func TestNoVirtualMachineGetsAnAllocatedGPUWithoutDriver(t *testing.T) {
+	on, errs := device.PassthroughSettings{Enabled: ptr.To(true)}.Policies(nil)
+	if errs != nil {
+		t.Fatal(errs)
+	}
+	driverless := snapshotOfTwoGPUs()
+	for i := range driverless.Node.GPUs {
+		driverless.Node.GPUs[i].GPU = device.GPU{PCIAddress: driverless.Node.GPUs[i].PCIAddress, Passthrough: &device.Passthrough{}}
+	}
+	for _, name := range []string{small, gpuName, gpuName + "-share", small + "-share"} {
+		for _, slicesAre := range []string{"gone", "still there"} {
+			for _, prepared := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s, prepared %v, slices are %s", name, prepared, slicesAre), func(t *testing.T) {
+					synctest.Test(t, func(t *testing.T) {
+						n := newNode(t, "dynamic")
+						n.policies = n.policies.And(on)
+						parsed, _ := device.ParseName(name)
+						if parsed.Share {
+							n.shares[name] = false
+						} else {
+							n.claims[name] = "team/held"
+						}
+						if prepared && !parsed.Share {
+							n.exclusive[name] = "uid"
+						}
+						if slicesAre == "gone" {
+							n.slices = nil
+						}
+						n.gpus = driverless
+						n.restartPlugin(t, "dynamic")
+						n.policies = n.policies.And(on)
+						check := func(when string, pause time.Duration) {
+							t.Helper()
+							for range 20 {
+								n.publishUnlisted(t)
+								counters := n.consumedCounters()
+								for _, whole := range []string{gpuName, gpuName + "-vfio"} {
+									offered, is := counters[whole]
+									if is && whole != name && (len(offered) == 0 || len(counters[name]) == 0) { // else counters keep both apart
+										t.Fatalf("%s, a claim can get %s, which consumes %v", when, whole, offered)
+									}
+								}
+								<-time.After(pause)
+							}
+							if _, offered := n.consumedCounters()[otherName+"-vfio"]; !offered {
+								t.Errorf("%s, no virtual machine can get the other GPU", when)
+							}
+						}
+						check("without a driver", allocationPollMax)
+						n.gpus = snapshotOfTwoGPUs()
+						for i := range n.gpus.Node.GPUs {
+							n.gpus.Node.GPUs[i].Passthrough = &device.Passthrough{HasDriver: true}
+						}
+						check("with the driver", allocationPoll)
+						if _, published := n.consumedCounters()[name]; !published && !parsed.Share {
+							t.Error("with the driver, the claim's device is not published")
+						}
+						n.gpus = driverless
+						check("after the driver has gone", allocationPoll)
+						clear(n.claims)
+						clear(n.exclusive)
+						clear(n.shares)
+						if !n.publishUntilSettled(t) {
+							t.Error("not settled after the claim's end")
+						}
+						if _, offered := n.consumedCounters()[gpuName+"-vfio"]; !offered {
+							t.Error("no virtual machine can get the GPU after the claim's end")
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+// publishUnlisted is publish without its check: while NVML does not list the GPUs, an allocated
+// device may be missing.
+func (n *node) publishUnlisted(t *testing.T) {
+	t.Helper()
+	offerings, _, err := n.layouts.Decide(t.Context(), n.gpus, true, buildSlices)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.slices = buildSlices(offerings)
 }

@@ -78,7 +78,7 @@ func withStream(t *testing.T, setUp func(n *node), test func(n *node, next next)
 	synctest.Test(t, func(t *testing.T) {
 		n := newNode()
 		setUp(n)
-		n.here = nodeview.New(n, n, noReferenceDriver{})
+		n.here = nodeview.New(n, n, noReferenceDriver{}, noClaims)
 		ctx, cancel := context.WithCancel(t.Context())
 		reports, done := make(chan kubeletplugin.DeviceHealthReport), make(chan struct{})
 		go func() {
@@ -173,3 +173,6 @@ func TestChangesAreReportedAtOnce(t *testing.T) {
 		})
 	}
 }
+
+// noClaims fakes a node without claims.
+func noClaims(string) (bool, error) { return false, nil }

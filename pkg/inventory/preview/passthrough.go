@@ -14,14 +14,16 @@ func (p *Offer) addUnlisted(r Rules) error {
 	var found []device.GPU
 	unlisted := p.Node.Passthrough
 	for _, g := range unlisted {
-		claimed := false
+		claimed, forContainers := false, false
 		if r.Records != nil {
-			var err error
-			if claimed, err = r.Records.InUse(g.WholeName()); err != nil {
+			var err, failed error
+			claimed, err = r.Records.InUse(g.WholeName())
+			forContainers, failed = r.Records.InUseByContainers(g.WholeName())
+			if err = cmp.Or(err, failed); err != nil {
 				return fmt.Errorf("find out whether a claim has %s: %w", g.WholeName(), err)
 			}
 		}
-		why, offered := p.unlistedOffer(g, claimed)
+		why, offered := p.unlistedOffer(g, claimed, forContainers)
 		p.unlisted = append(p.unlisted, g.WholeName()+": "+why)
 		if offered {
 			facts := *g.Passthrough
@@ -38,7 +40,7 @@ func (p *Offer) addUnlisted(r Rules) error {
 }
 
 // unlistedOffer says whether virtual machines can get a GPU that NVML does not list, and why.
-func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered bool) {
+func (p *Offer) unlistedOffer(g device.GPU, claimed, forContainers bool) (why string, offered bool) {
 	policy := p.policies.For(g)
 	what := "NVML does not list it"
 	for _, problem := range p.Node.Problems {
@@ -49,6 +51,8 @@ func (p *Offer) unlistedOffer(g device.GPU, claimed bool) (why string, offered b
 	switch {
 	case g.Passthrough == nil:
 		return what + "; not for virtual machines: " + cmp.Or(g.NoPassthrough, "unknown"), false
+	case forContainers:
+		return what + "; not for virtual machines: a claim has it for containers", false
 	case claimed && g.Passthrough.BoundByAdmin:
 		return "a claim has it for a virtual machine", true
 	case !policy.Passthrough:

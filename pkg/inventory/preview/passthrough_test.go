@@ -75,6 +75,10 @@ Open in other processes:
 		!strings.Contains(out.String(), "gpu-0000-ee-00-0: no kernel driver has it, and NVIDIA's driver is missing") {
 		t.Errorf("%s%v", &out, err)
 	}
+	rules.Records = records{inUse: "gpu-0000-bb-00-0", inPods: "gpu-0000-ee-00-0"}
+	if left := previewOf(t, rules, node).Node.GPUs; len(left) != 2 {
+		t.Errorf("a claim has gpu-0000-ee-00-0 for containers, and virtual machines are offered %+v", left)
+	}
 	if slices := p.Slices("gpu.nvidia.com", "node"); len(slices) != 1 || len(slices[0].Spec.Devices) != 3 {
 		t.Errorf("%+v", slices)
 	}

@@ -32,6 +32,8 @@ type Records interface {
 	AllocatedDevices() (device.Allocations, error)
 	// InUse reports whether a claim has the GPU or a part of it.
 	InUse(gpu string) (bool, error)
+	// InUseByContainers is like InUse, but a virtual machine that has the GPU does not count.
+	InUseByContainers(gpu string) (bool, error)
 }
 
 // Offer is what a node would offer to a cluster with all DRA features. It is for people to read.

@@ -46,6 +46,7 @@ func configured(t *testing.T, policies, shares string) Rules {
 // have shares of these devices. inUse is the GPU that a claim has.
 type records struct {
 	inUse     string
+	inPods    string // in use by containers
 	instances []uint32
 	shares    map[string]bool
 	err       error
@@ -61,7 +62,9 @@ func (r records) OwnedInstances(_ string, all []device.Instance) ([]device.Insta
 	return ours, r.err
 }
 
-func (r records) InUse(gpu string) (bool, error) { return gpu == r.inUse, nil }
+func (r records) InUse(gpu string) (bool, error) { return gpu == r.inUse || gpu == r.inPods, nil }
+
+func (r records) InUseByContainers(gpu string) (bool, error) { return gpu == r.inPods, nil }
 
 func (r records) AllocatedDevices() (device.Allocations, error) {
 	return device.Allocations{Shared: r.shares}, nil

@@ -113,15 +113,33 @@ func (l *Ledger) Usage() (Usage, error) {
 // InUse reports whether a claim uses the GPU or a part of it. An unreadable record that may name
 // the GPU counts as use.
 func (l *Ledger) InUse(gpu string) (bool, error) {
+	return l.inUse(gpu, func(string) bool { return true })
+}
+
+// InUseByContainers is like InUse, but a virtual machine that has the GPU does not count. A record
+// of an earlier boot does: its claim gets the same device again.
+func (l *Ledger) InUseByContainers(gpu string) (bool, error) {
+	return l.inUse(gpu, func(name string) bool {
+		n, known := device.ParseName(name)
+		return !known || !n.Passthrough
+	})
+}
+
+// inUse reports whether a claim has a device of the GPU for which the function counts returns true.
+func (l *Ledger) inUse(gpu string, counts func(name string) bool) (bool, error) {
 	entries, err := l.records.List()
 	if err != nil {
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		if !e.Inexact {
-			return slices.ContainsFunc(e.Devices, func(d string) bool { return d == gpu || strings.HasPrefix(d, gpu+"-") })
+		devices := e.Devices
+		if e.Inexact {
+			r, _, err := l.records.Load(e.ClaimUID)
+			if err != nil {
+				return true
+			}
+			devices = r.OccupiedDevices()
 		}
-		r, found, err := l.records.Load(e.ClaimUID)
-		return err != nil || found && slices.Contains(r.GPUs(), gpu)
+		return slices.ContainsFunc(devices, func(d string) bool { return (d == gpu || strings.HasPrefix(d, gpu+"-")) && counts(d) })
 	}), nil
 }

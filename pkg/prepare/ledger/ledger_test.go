@@ -4,6 +4,7 @@
 package ledger_test
 
 import (
+	"fmt"
 	"maps"
 	"path/filepath"
 	"testing"
@@ -100,6 +101,27 @@ func TestDevicesAreKnownThoughRecordsAreUnreadable(t *testing.T) {
 			}
 		}
 		n.makeUnreadable()
+	}
+}
+
+func TestVirtualMachineIsNoUseByContainers(t *testing.T) {
+	n := newNode(t)
+	many := []checkpoint.Device{of(gpu0 + "-vfio")}
+	for i := range 20 { // too many for the name of the record's file
+		many = append(many, of(fmt.Sprintf("gpu-0000-%02x-00-0-vfio", 0x40+i)))
+	}
+	n.save(t, "machine", checkpoint.Prepared, many...)
+	n.save(t, "part", checkpoint.Reverting, of(part))
+	for gpu, want := range map[string]bool{gpu0: false, "gpu-0000-41-00-0": false, gpu1: true} {
+		if used, err := n.InUseByContainers(gpu); err != nil || used != want {
+			t.Errorf("%s: %v, %v", gpu, used, err)
+		}
+	}
+	n.makeUnreadable() // any GPU may be one of the many
+	for _, gpu := range []string{gpu0, gpu1, "gpu-0000-99-00-0"} {
+		if used, err := n.InUseByContainers(gpu); err != nil || !used {
+			t.Errorf("unreadable: %s: %v, %v", gpu, used, err)
+		}
 	}
 }
 
