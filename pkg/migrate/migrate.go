@@ -34,7 +34,7 @@ import (
 // Checkpoint lists the claims of NVIDIA's DRA driver that have not ended.
 type Checkpoint interface {
 	Claims() ([]predecessor.Claim, error)
-	MarkEnded(claim types.UID) (renamedTo string, err error)
+	MarkEnded(c predecessor.Claim) (renamedTo string, err error)
 }
 
 // GPUs changes GPUs and their partitions.
@@ -142,7 +142,7 @@ func (m *Migrator) release(ctx context.Context, c predecessor.Claim, s inventory
 	if err := os.Remove(spec); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove the CDI spec of NVIDIA's DRA driver: %w", err)
 	}
-	renamedTo, err := m.opts.Checkpoint.MarkEnded(c.UID)
+	renamedTo, err := m.opts.Checkpoint.MarkEnded(c)
 	if err == nil && renamedTo != "" {
 		logger.Info("Renamed the checkpoint of NVIDIA's DRA driver after its last claim ended", "file", renamedTo)
 	}

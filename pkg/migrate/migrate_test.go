@@ -38,8 +38,8 @@ type node struct {
 
 func (n *node) Claims() ([]predecessor.Claim, error) { return n.claims, nil }
 
-func (n *node) MarkEnded(uid types.UID) (string, error) {
-	n.claims = slices.DeleteFunc(n.claims, func(c predecessor.Claim) bool { return c.UID == uid })
+func (n *node) MarkEnded(ended predecessor.Claim) (string, error) {
+	n.claims = slices.DeleteFunc(n.claims, func(c predecessor.Claim) bool { return c.UID == ended.UID })
 	return "", nil
 }
 

@@ -20,7 +20,11 @@ type Claim struct {
 	// them. Pods has the names of the Pods that use the claim.
 	Namespace, Name string
 	Pods            []string
-	Devices         []Device
+	// Preparation tells this preparation from a later one of the same claim: the UIDs of the Pods. The
+	// checkpoint does not tell them apart if the claim is reserved for anything else, such as a
+	// PodGroup. Then Parse leaves Preparation empty, and Store fills in the file's stamp.
+	Preparation string
+	Devices     []Device
 	// Daemons has the IDs of the claim's MPS daemons. MPS is true if NVIDIA's DRA driver changed the
 	// compute mode of the claim's GPUs, and TimeSlices is true if it changed their time slices.
 	Daemons         []string
@@ -89,6 +93,7 @@ type claimInFile struct {
 		ReservedFor []struct {
 			Resource string `json:"resource"`
 			Name     string `json:"name"`
+			UID      string `json:"uid"`
 		} `json:"reservedFor"`
 	} `json:"status"`
 	PreparedDevices []struct {
@@ -187,10 +192,18 @@ func isNull(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "
 
 func (f claimInFile) read(uid types.UID, driver string) Claim {
 	c := Claim{UID: uid, Namespace: f.Namespace, Name: f.Name}
+	var pods []string
 	for _, r := range f.Status.ReservedFor {
 		if r.Resource == "pods" {
 			c.Pods = append(c.Pods, r.Name)
+			if r.UID != "" {
+				pods = append(pods, r.UID)
+			}
 		}
+	}
+	if len(pods) == len(f.Status.ReservedFor) {
+		slices.Sort(pods)
+		c.Preparation = strings.Join(pods, "\n")
 	}
 	named := map[string]bool{}
 	for _, group := range f.PreparedDevices {

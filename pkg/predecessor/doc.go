@@ -12,6 +12,10 @@
 // this driver's own files. When all claims have ended, it renames the checkpoint, so that neither
 // driver reads it again.
 //
+// A user may go back to NVIDIA's DRA driver and come here again. By then that driver may have
+// prepared an ended claim once more, or only rewritten the file. So a note is about one preparation
+// (see [Claim]). Where the checkpoint cannot tell, the claim counts as not ended.
+//
 // A checkpoint that cannot be read, or has a later version, may list any claim. Then the package
 // returns an [UnreadableError], and the caller withholds every GPU.
 package predecessor

@@ -3,13 +3,16 @@ package predecessor
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
@@ -36,11 +39,13 @@ func read(t *testing.T, name string) []byte {
 func TestParseReadsReferenceDriverCheckpoints(t *testing.T) {
 	for name, want := range map[string][]Claim{
 		"v1.json": {{
-			UID: "aaaaaaaa-1111-4222-8333-444444444444", Pods: []string{"trainer"}, TimeSlices: true,
-			Devices: []Device{{Name: "gpu-0", GPUUUID: gpu1}},
+			UID: "aaaaaaaa-1111-4222-8333-444444444444", Pods: []string{"trainer"}, Preparation: "aaaaaaaa-0000-4000-8000-000000000001",
+			TimeSlices: true,
+			Devices:    []Device{{Name: "gpu-0", GPUUUID: gpu1}},
 		}},
 		"v2.json": {{
-			UID: first, Pods: []string{"server"}, MPS: true, Daemons: []string{first + "-a1b2c"},
+			UID: first, Pods: []string{"server"}, Preparation: "bbbbbbbb-0000-4000-8000-000000000001",
+			MPS: true, Daemons: []string{first + "-a1b2c"},
 			Devices: []Device{
 				{Name: "gpu-0", GPUUUID: gpu1},
 				{Name: "gpu-1-mig-1g10gb-19-0", GPUUUID: gpu2, PCIBusID: "0000:43:00.0", MIG: &MIG{
@@ -49,7 +54,8 @@ func TestParseReadsReferenceDriverCheckpoints(t *testing.T) {
 				{Name: "gpu-vfio-2", GPUUUID: "GPU-33333333-2222-3333-4444-555555555555", PCIBusID: "0000:8B:00.0"},
 			},
 		}, {
-			UID: second, Namespace: "team", Name: "begun", Pods: []string{"starting"}, Devices: []Device{{Name: "gpu-3"}},
+			UID: second, Namespace: "team", Name: "begun", Pods: []string{"starting"}, Preparation: "cccccccc-0000-4000-8000-000000000001",
+			Devices: []Device{{Name: "gpu-3"}},
 		}},
 	} {
 		got, outdated, err := Parse(read(t, name), driver, boot)
@@ -122,11 +128,12 @@ func TestEndedClaimsAreRememberedUntilAllEnd(t *testing.T) {
 	}
 	store := func() *Store { return NewStore(dir, state, driver, boot, durable.OS{}) }
 	s := store()
-	if claims, err := s.Claims(); err != nil || len(claims) != 2 {
-		t.Fatal(claims, err)
+	listed, err := s.Claims()
+	if err != nil || len(listed) != 2 {
+		t.Fatal(listed, err)
 	}
 	for range 2 { // the kubelet may ask twice
-		if renamedTo, err := s.MarkEnded(first); renamedTo != "" || err != nil {
+		if renamedTo, err := s.MarkEnded(listed[0]); renamedTo != "" || err != nil {
 			t.Fatal(renamedTo, err)
 		}
 	}
@@ -135,7 +142,7 @@ func TestEndedClaimsAreRememberedUntilAllEnd(t *testing.T) {
 			t.Fatal(claims, err)
 		}
 	}
-	renamedTo, err := s.MarkEnded(second)
+	renamedTo, err := s.MarkEnded(listed[1])
 	if err != nil || renamedTo == "" {
 		t.Fatal(renamedTo, err)
 	}
@@ -149,6 +156,115 @@ func TestEndedClaimsAreRememberedUntilAllEnd(t *testing.T) {
 		if claims, err := s.Claims(); len(claims) != 0 || err != nil {
 			t.Error(claims, err)
 		}
+	}
+}
+
+// checkpointWith returns a checkpoint of NVIDIA's DRA driver. reservedFor has what each claim is
+// reserved for, by the claim's UID.
+func checkpointWith(reservedFor map[types.UID]string) string {
+	var entries []string
+	for uid, reserved := range reservedFor {
+		entries = append(entries, fmt.Sprintf(`%q: {"checkpointState": "PrepareCompleted", "status": {"reservedFor": [%s]}, "preparedDevices": [
+			{"devices": [{"gpu": {"info": {"uuid": %q}, "device": {"DeviceName": "gpu-0"}}}], "configState": {}}]}`, uid, reserved, gpu1))
+	}
+	return fmt.Sprintf(`{"v2": {"nodeBootID": %q, "preparedClaims": {%s}}}`, boot, strings.Join(entries, ","))
+}
+
+// A user may go back to NVIDIA's DRA driver and come here again. Then its checkpoint may list a
+// claim that ended here, because it was prepared there once more.
+func TestClaimPreparedAgainByReferenceDriverIsNotEnded(t *testing.T) {
+	const (
+		aPod       = `{"resource": "pods", "name": "a", "uid": "pod-a"}`
+		anotherPod = `{"resource": "pods", "name": "a", "uid": "pod-b"}`
+		podGroup   = `{"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "g", "uid": "group"}`
+		noUID      = `{"resource": "pods", "name": "a"}`
+	)
+	with := func(first string) string {
+		return checkpointWith(map[types.UID]string{"first": first, "second": aPod, "running": aPod})
+	}
+	for name, c := range map[string]struct {
+		reservedFor, rewritten string
+		ended                  bool
+	}{
+		"nothing happened":                       {aPod, "", true},
+		"nothing happened, no Pod tells":         {podGroup, "", true},
+		"only rewritten":                         {aPod, with(aPod), true},
+		"only rewritten by a later version":      {aPod, strings.ReplaceAll(with(aPod), `"info": {`, `"info": {"later": 1, `), true},
+		"prepared again for another Pod":         {aPod, with(anotherPod), false},
+		"prepared again, shared by a second Pod": {aPod, with(aPod + "," + anotherPod), false},
+		"perhaps prepared again for a PodGroup":  {podGroup, with(podGroup), false},
+		"perhaps prepared again, no UID":         {noUID, with(noUID), false},
+		"perhaps prepared again, not reserved":   {"", with(""), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			state := filepath.Join(dir, "state")
+			write := func(content string) { // as that driver does
+				path := filepath.Join(dir, File)
+				if err := errors.Join(os.WriteFile(path+".tmp", []byte(content), 0o600), os.Rename(path+".tmp", path)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := os.Mkdir(state, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			write(with(c.reservedFor))
+			s := NewStore(dir, state, driver, boot, durable.OS{})
+			claims, err := s.Claims()
+			if err != nil || len(claims) != 3 {
+				t.Fatal(claims, err)
+			}
+			for _, claim := range claims {
+				if claim.UID != "running" {
+					if _, err := s.MarkEnded(claim); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			if c.rewritten != "" {
+				write(c.rewritten)
+			}
+			want := []types.UID{"running"}
+			if !c.ended {
+				want = []types.UID{"first", "running"}
+			}
+			for _, s := range []*Store{s, NewStore(dir, state, driver, boot, durable.OS{})} {
+				claims, err := s.Claims()
+				var got []types.UID
+				for _, claim := range claims {
+					got = append(got, claim.UID)
+				}
+				if err != nil || !slices.Equal(got, want) {
+					t.Errorf("left: %q, %v; want %q", got, err, want)
+				}
+			}
+		})
+	}
+}
+
+// The checkpoint may change between the release of a claim's devices and the note. The note must
+// not be about what was prepared meanwhile.
+func TestClaimPreparedAgainWhileItEndsIsNotEnded(t *testing.T) {
+	dir := t.TempDir()
+	write := func(pod string) {
+		content := checkpointWith(map[types.UID]string{"first": `{"resource": "pods", "name": "a", "uid": "` + pod + `"}`})
+		if err := os.WriteFile(filepath.Join(dir, File), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("pod-a")
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	ending, err := s.Claims()
+	if err != nil || len(ending) != 1 {
+		t.Fatal(ending, err)
+	}
+	write("pod-with-another-name")
+	if err := os.Mkdir(filepath.Join(dir, "state"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	renamedTo, err := s.MarkEnded(ending[0])
+	if left, leftErr := s.Claims(); err != nil || renamedTo != "" || leftErr != nil || len(left) != 1 {
+		t.Errorf("renamed to %q, %v; left %v, %v", renamedTo, err, left, leftErr)
 	}
 }
 

@@ -1,6 +1,7 @@
 package predecessor
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,6 +16,9 @@ import (
 
 // File is the name of the checkpoint that NVIDIA's DRA driver wrote in the plugin directory.
 const File = "checkpoint.json"
+
+// Notes is the name of the directory, in the state directory, with the notes about ended claims.
+const Notes = "predecessor"
 
 // Store reads the checkpoint of NVIDIA's DRA driver and notes which of its claims have ended. Store
 // reads the checkpoint again when that file changes.
@@ -33,7 +37,7 @@ type Store struct {
 // below stateDir.
 func NewStore(pluginDir, stateDir, driver, bootID string, disk durable.FS) *Store {
 	return &Store{
-		path: filepath.Join(pluginDir, File), notesDir: filepath.Join(stateDir, "predecessor"),
+		path: filepath.Join(pluginDir, File), notesDir: filepath.Join(stateDir, Notes),
 		driver: driver, bootID: bootID, disk: disk,
 	}
 }
@@ -67,7 +71,7 @@ func (s *Store) Claims() ([]Claim, error) {
 	}
 	var left []Claim
 	for _, c := range s.claims {
-		ended, err := s.ended(c.UID)
+		ended, err := s.ended(c)
 		if err != nil {
 			return nil, &UnreadableError{s.path, err.Error()}
 		}
@@ -89,31 +93,36 @@ func (s *Store) read() ([]Claim, error) {
 		return nil, err
 	}
 	claims, _, err := Parse(raw, s.driver, s.bootID)
+	for i := range claims {
+		claims[i].Preparation = cmp.Or(claims[i].Preparation, fmt.Sprint(s.lastStamp))
+	}
 	return claims, err
 }
 
 func (s *Store) notePath(uid types.UID) string { return filepath.Join(s.notesDir, string(uid)) }
 
-func (s *Store) ended(uid types.UID) (bool, error) {
-	switch _, err := os.Stat(s.notePath(uid)); {
-	case err == nil:
-		return true, nil
+// ended reports whether the claim has ended since it was prepared. If NVIDIA's DRA driver prepared
+// it again after the note, it has not.
+func (s *Store) ended(c Claim) (bool, error) {
+	note, err := s.disk.ReadFile(s.notePath(c.UID))
+	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
-	default:
-		return false, fmt.Errorf("check whether claim %s has ended: %w", uid, err)
+	case err != nil:
+		return false, fmt.Errorf("check whether claim %s has ended: %w", c.UID, err)
 	}
+	return string(note) == c.Preparation, nil
 }
 
-// MarkEnded notes that the claim with this UID has ended. If no claim is left, it renames the
-// checkpoint and returns the new path. If claims are left or the checkpoint is unreadable,
+// MarkEnded notes that the claim, as Claims returned it, has ended. If no claim is left, it renames
+// the checkpoint and returns the new path. If claims are left or the checkpoint is unreadable,
 // renamedTo is empty.
-func (s *Store) MarkEnded(uid types.UID) (renamedTo string, err error) {
+func (s *Store) MarkEnded(c Claim) (renamedTo string, err error) {
 	if err := durable.MakeDir(s.disk, s.notesDir); err != nil {
 		return "", err
 	}
-	if err := durable.Replace(s.disk, s.notePath(uid), nil); err != nil {
-		return "", fmt.Errorf("note that claim %s has ended: %w", uid, err)
+	if err := durable.Replace(s.disk, s.notePath(c.UID), []byte(c.Preparation)); err != nil {
+		return "", fmt.Errorf("note that claim %s has ended: %w", c.UID, err)
 	}
 	left, err := s.Claims()
 	if err != nil || len(left) > 0 {
