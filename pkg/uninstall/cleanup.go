@@ -20,6 +20,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/ledger"
 )
 
@@ -174,8 +175,8 @@ func (c *Cleaner) disableMIGModes(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// removeFiles removes the driver's files from the node. left has the paths of files in the plugin
-// directory that the driver did not create. The directory stays if there are any.
+// removeFiles removes the driver's files from the node. left has the paths of what stays in the
+// plugin directory: files that the driver did not create, and its notes about them.
 func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
 	errs := []error{c.StopDaemons(ctx)}
 	for _, remove := range c.RemoveFiles {
@@ -188,7 +189,7 @@ func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
 // removePluginDir removes the driver's files in the plugin directory, and the directory itself if
 // it is empty then. Otherwise it returns the paths of what is left in it.
 func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
-	errs := []error{os.RemoveAll(stateDir)}
+	errs := []error{removeState(pluginDir, stateDir)}
 	for _, name := range []string{"publisher.lock", "publisher.request", "bin", instanceLockFile, ""} {
 		err := os.Remove(filepath.Join(pluginDir, name))
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTEMPTY) {
@@ -207,4 +208,26 @@ func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 		left = append(left, filepath.Join(pluginDir, e.Name()))
 	}
 	return left, nil
+}
+
+// removeState removes the driver's state. While the checkpoint of NVIDIA's DRA driver is there, the
+// notes about its ended claims stay: the next installation would wait for these claims forever.
+func removeState(pluginDir, stateDir string) error {
+	if _, err := os.Lstat(filepath.Join(pluginDir, predecessor.File)); errors.Is(err, fs.ErrNotExist) {
+		return os.RemoveAll(stateDir)
+	}
+	entries, err := os.ReadDir(stateDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("list the driver's state: %w", err)
+	}
+	var errs []error
+	for _, e := range entries {
+		if e.Name() != predecessor.Notes {
+			errs = append(errs, os.RemoveAll(filepath.Join(stateDir, e.Name())))
+		}
+	}
+	if err := os.Remove(stateDir); !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENOTEMPTY) {
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }

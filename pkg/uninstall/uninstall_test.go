@@ -20,6 +20,8 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/predecessor"
 )
 
 func allocatedClaimOf(name, driver string) *resourceapi.ResourceClaim {
@@ -171,6 +173,65 @@ func TestCleanupRemovesOnlyOurFiles(t *testing.T) {
 			}
 			if _, err := os.Stat(dir); os.IsNotExist(err) != (theirs == nil) {
 				t.Errorf("the directory: %v", err)
+			}
+		})
+	}
+}
+
+// The checkpoint of NVIDIA's DRA driver stays, so the notes about its ended claims must stay too.
+// After a new installation, nothing would end these claims once more.
+func TestCleanupKeepsNotesOfReferenceDriversClaims(t *testing.T) {
+	for name, withCheckpoint := range map[string]bool{"checkpoint": true, "no checkpoint": false} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "gpu.nvidia.com")
+			state, checkpoint := filepath.Join(dir, "state"), filepath.Join(dir, predecessor.File)
+			for _, sub := range []string{"claims", "mig"} {
+				if err := os.MkdirAll(filepath.Join(state, sub), 0o700); err != nil {
+					t.Fatal(err)
+				}
+			}
+			const claims = `{"v2":{"preparedClaims":{
+				"ended":{"status":{"reservedFor":[{"resource":"pods","name":"a","uid":"a"}]}},
+				"running":{"status":{"reservedFor":[{"resource":"pods","name":"b","uid":"b"}]}}}}}`
+			if err := os.WriteFile(checkpoint, []byte(claims), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			left := func() []predecessor.Claim {
+				t.Helper()
+				left, err := predecessor.NewStore(dir, state, device.DriverName, "boot", durable.OS{}).Claims()
+				if err != nil {
+					t.Fatal(err)
+				}
+				return left
+			}
+			store := predecessor.NewStore(dir, state, device.DriverName, "boot", durable.OS{})
+			if _, err := store.MarkEnded(left()[0]); err != nil {
+				t.Fatal(err)
+			}
+			if !withCheckpoint {
+				if err := os.Remove(checkpoint); err != nil {
+					t.Fatal(err)
+				}
+			}
+
+			kept, err := removePluginDir(dir, state)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !withCheckpoint {
+				if _, err := os.Stat(dir); !os.IsNotExist(err) || len(kept) != 0 {
+					t.Errorf("kept %q: %v", kept, err)
+				}
+				return
+			}
+			if now := left(); len(now) != 1 || now[0].UID != "running" {
+				t.Errorf("after a new installation: %v", now)
+			}
+			if there, err := os.ReadDir(state); err != nil || len(there) != 1 {
+				t.Errorf("other state is left: %v, %v", there, err)
+			}
+			if !slices.Equal(kept, []string{checkpoint, state}) {
+				t.Errorf("reported as kept: %q", kept)
 			}
 		})
 	}
