@@ -31,9 +31,9 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-// Checkpoint lists the claims of NVIDIA's DRA driver that have not ended.
+// Checkpoint has the claims of NVIDIA's DRA driver that have not ended.
 type Checkpoint interface {
-	Claims() ([]predecessor.Claim, error)
+	Claim(uid types.UID) (c predecessor.Claim, found bool, err error)
 	MarkEnded(c predecessor.Claim) (renamedTo string, err error)
 }
 
@@ -76,16 +76,14 @@ func New(o Options) *Migrator { return &Migrator{o} }
 // EndClaim releases the devices that NVIDIA's DRA driver prepared for the claim. It does nothing if
 // that driver's checkpoint does not contain the claim.
 func (m *Migrator) EndClaim(ctx context.Context, uid types.UID) error {
-	claims, err := m.opts.Checkpoint.Claims()
+	c, found, err := m.opts.Checkpoint.Claim(uid)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to read which devices NVIDIA's DRA driver prepared for the claim; offering no GPU")
 		return nil
 	}
-	i := slices.IndexFunc(claims, func(c predecessor.Claim) bool { return c.UID == uid })
-	if i < 0 {
+	if !found {
 		return nil
 	}
-	c := claims[i]
 	s := m.opts.Snapshot()
 	if changedHardware(c) && !s.Known {
 		return cause.Refusal("with UID "+string(uid), cause.NotReady,

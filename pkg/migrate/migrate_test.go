@@ -36,7 +36,14 @@ type node struct {
 	updated   bool
 }
 
-func (n *node) Claims() ([]predecessor.Claim, error) { return n.claims, nil }
+func (n *node) Claim(uid types.UID) (predecessor.Claim, bool, error) {
+	for _, c := range n.claims {
+		if c.UID == uid {
+			return c, true, nil
+		}
+	}
+	return predecessor.Claim{}, false, nil
+}
 
 func (n *node) MarkEnded(ended predecessor.Claim) (string, error) {
 	n.claims = slices.DeleteFunc(n.claims, func(c predecessor.Claim) bool { return c.UID == ended.UID })

@@ -73,14 +73,15 @@ func New(i Inventory, h Health, r ReferenceDriver, inUse func(gpu string) (bool,
 // View returns the newest View. NVIDIA's DRA driver may still prepare claims while this plugin
 // starts, and nothing signals that. So each call checks its checkpoint, which costs one stat.
 func (n *Node) View() *View {
+	n.mu.Lock() // while another caller reads the changed checkpoint, the View is outdated
+	defer n.mu.Unlock()
 	if n.reference.Changed() {
-		n.Update()
+		n.update()
 	}
 	return n.view.Load()
 }
 
-// Snapshot returns the devices that may be prepared now. It is for the prepare transaction, when it
-// has waited for another claim and when it repairs claims.
+// Snapshot returns the devices that may be prepared now. It is for the prepare transaction.
 func (n *Node) Snapshot() inventory.Snapshot { return n.View().Preparable }
 
 // FirstLook returns a channel that is closed when the result of the first scan is in a View. That

@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -312,5 +314,28 @@ func TestViewHasEveryFinishedChange(t *testing.T) {
 	running.Wait()
 	if v := n.View(); !v.Preparable.Ready {
 		t.Errorf("left: %+v", v.Conditions)
+	}
+}
+
+// Two callers may ask for the View when the checkpoint has changed. Neither may get the View before
+// the change, because the other one is still computing the new View.
+func TestEachCallerSeesChangedCheckpoint(t *testing.T) {
+	w := newWorld(ready(first, second))
+	node := w.start()
+	for i := range 2000 {
+		uid := types.UID(fmt.Sprint(i))
+		w.hold([]predecessor.Claim{{UID: uid}}, nil)
+		var callers sync.WaitGroup
+		for range 4 {
+			callers.Go(func() {
+				if claims := node.View().ReferenceClaims; len(claims) != 1 || claims[0].UID != uid {
+					t.Errorf("claims %v, want %s", claims, uid)
+				}
+			})
+		}
+		callers.Wait()
+		if t.Failed() {
+			return
+		}
 	}
 }

@@ -309,6 +309,35 @@ func TestChangedCheckpointIsReadAgain(t *testing.T) {
 	}
 }
 
+// While a claim is unprepared, others than the caller of Claims read the checkpoint. That caller
+// must learn of the change all the same.
+func TestOnlyClaimsAnswersAChange(t *testing.T) {
+	dir := t.TempDir()
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	if _, err := s.Claims(); err != nil || s.Changed() {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Mkdir(filepath.Join(dir, "state"), 0o700), os.WriteFile(s.Path(), read(t, "v2.json"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	ended, found, err := s.Claim(first)
+	if !found || err != nil {
+		t.Fatal(found, err)
+	}
+	if _, err := s.MarkEnded(ended); err != nil {
+		t.Fatal(err)
+	}
+	if _, found, err := s.Claim(first); found || err != nil {
+		t.Errorf("the claim has ended: %v, %v", found, err)
+	}
+	if !s.Changed() {
+		t.Error("the change is forgotten")
+	}
+	if claims, err := s.Claims(); err != nil || len(claims) != 1 || s.Changed() {
+		t.Errorf("%v, %v, changed %v", claims, err, s.Changed())
+	}
+}
+
 // A copied file keeps its time, and an edited one may keep its size.
 func TestCheckpointOfSameSizeAndTimeIsReadAgain(t *testing.T) {
 	dir := t.TempDir()

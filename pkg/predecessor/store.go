@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -27,10 +28,11 @@ type Store struct {
 	driver, bootID string
 	disk           durable.FS
 
-	mu        sync.Mutex
-	lastStamp durable.Stamp
-	claims    []Claim
-	err       error
+	mu sync.Mutex
+	// seen is the checkpoint's stamp when Claims was last called, lastStamp when it was last read.
+	seen, lastStamp durable.Stamp
+	claims          []Claim
+	err             error
 }
 
 // NewStore returns the store for the checkpoint in pluginDir. Its notes about ended claims are
@@ -45,12 +47,12 @@ func NewStore(pluginDir, stateDir, driver, bootID string, disk durable.FS) *Stor
 // Path returns the path of the checkpoint.
 func (s *Store) Path() string { return s.path }
 
-// Changed reports whether Claims may have another answer, because the checkpoint has changed or
-// could not be read. Without a checkpoint, a call costs only one stat.
+// Changed reports whether Claims may have another answer than at its last call, because the
+// checkpoint has changed or could not be read. Without a checkpoint, a call costs only one stat.
 func (s *Store) Changed() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.err != nil || durable.StampOf(s.path) != s.lastStamp
+	return s.err != nil || durable.StampOf(s.path) != s.seen
 }
 
 // Claims returns the claims in the checkpoint that have not ended, or none if there is no
@@ -58,6 +60,26 @@ func (s *Store) Changed() bool {
 func (s *Store) Claims() ([]Claim, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	left, err := s.left()
+	s.seen = s.lastStamp
+	return left, err
+}
+
+// Claim returns the claim with this UID if the checkpoint has it and it has not ended. It does not
+// count as a call of Claims: that caller still has to learn of a change.
+func (s *Store) Claim(uid types.UID) (c Claim, found bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	left, err := s.left()
+	i := slices.IndexFunc(left, func(c Claim) bool { return c.UID == uid })
+	if err != nil || i < 0 {
+		return Claim{}, false, err
+	}
+	return left[i], true, nil
+}
+
+// left is Claims for callers that hold s.mu.
+func (s *Store) left() ([]Claim, error) {
 	now := durable.StampOf(s.path)
 	// Without a stamp the file is missing or cannot be read, which only reading it tells.
 	if s.err != nil || now != s.lastStamp || now == (durable.Stamp{}) {
@@ -124,7 +146,9 @@ func (s *Store) MarkEnded(c Claim) (renamedTo string, err error) {
 	if err := durable.Replace(s.disk, s.notePath(c.UID), []byte(c.Preparation)); err != nil {
 		return "", fmt.Errorf("note that claim %s has ended: %w", c.UID, err)
 	}
-	left, err := s.Claims()
+	s.mu.Lock()
+	left, err := s.left()
+	s.mu.Unlock()
 	if err != nil || len(left) > 0 {
 		return "", nil //nolint:nilerr // an unreadable file is reported where GPUs are withheld
 	}
