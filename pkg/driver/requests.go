@@ -2,7 +2,6 @@ package driver
 
 import (
 	"context"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -19,28 +18,20 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claimstatus"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/loop"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health/stream"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/migrate"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/publish"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/quiesce"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
 
 // requests answers the kubelet's calls.
 type requests struct {
 	pool string
-	// node knows what may be prepared, and why not more. health has the verdicts on the devices.
-	node     *nodeview.Node
-	health   *loop.Loop
-	hardware *quiesce.Access
+	admission
 	preparer transaction
 	// migrator ends claims that NVIDIA's DRA driver prepared.
 	migrator   *migrate.Migrator
@@ -73,19 +64,8 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	logger := klog.FromContext(ctx).WithValues("claim", klog.KObj(c), "claimUID", c.UID)
 	ctx = klog.NewContext(ctx, logger)
 	ended := r.metrics.Request(metrics.Prepare)
-	// Use comes before View: if it is denied, the View says why.
-	done, ok := r.hardware.Use()
-	defer done()
-	v := r.node.View()
-	hint := r.oversizedHint(v, c)
-	var devices []kubeletplugin.Device
-	err := r.refusal(v, c)
-	if err == nil && !ok {
-		err = cause.ForClaim(c.Namespace+"/"+c.Name, steps.NotReady(v.Preparable))
-	}
-	if err == nil {
-		devices, err = r.preparer.Prepare(ctx, v.Preparable, c)
-	}
+	hint := r.oversizedHint(r.node.View(), c)
+	devices, err := r.preparer.Prepare(ctx, c)
 	if err != nil {
 		ended(string(cause.Of(err)))
 		logger.Error(err, "Failed to prepare claim")
@@ -103,41 +83,6 @@ func (r *requests) prepare(ctx context.Context, c *resourceapi.ResourceClaim) ku
 	}
 	logger.Info("Prepared claim", "devices", names, "took", took)
 	return kubeletplugin.PrepareResult{Devices: devices}
-}
-
-// refusal returns an error if the claim must not be prepared although the node has its devices.
-func (r *requests) refusal(v *nodeview.View, c *resourceapi.ResourceClaim) error {
-	name := c.Namespace + "/" + c.Name
-	for _, held := range v.ReferenceClaims {
-		if held.UID == c.UID { // it already has devices, under names that this driver does not know
-			return cause.Refusal(name, cause.Claim,
-				"NVIDIA's DRA driver prepared it on this node as %s: its Pods keep running but cannot restart here: delete them",
-				strings.Join(held.DeviceNames(), ", "))
-		}
-	}
-	// To prepare a whole GPU the driver does not query the hardware, so without this check a container
-	// would start with a GPU that is lost or hangs.
-	if c.Status.Allocation == nil {
-		return nil
-	}
-	verdicts := r.health.View()
-	for _, result := range c.Status.Allocation.Devices.Results {
-		n, ok := device.ParseName(result.Device)
-		i := slices.IndexFunc(v.GPUs, func(g nvidia.GPU) bool { return g.WholeName() == n.GPU })
-		if result.Driver != DriverName || !ok || i < 0 {
-			continue
-		}
-		unreachable := verdicts.Of(v.GPUs[i].GPU, n).Unreachable()
-		if unreachable == "" {
-			continue
-		}
-		if _, prepared, err := r.preparer.Records.Load(c.UID); err != nil || prepared {
-			return nil //nolint:nilerr // the Preparer reports an unreadable record
-		}
-		return cause.Refusal(name, cause.Device,
-			"request %s was allocated device %s, which cannot be prepared: %s", result.Request, result.Device, unreachable)
-	}
-	return nil
 }
 
 // oversizedHint returns a hint for users whose claim asks for at most half of a GPU's memory but

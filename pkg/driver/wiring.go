@@ -140,6 +140,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	})
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference, records.InUseByContainers)
+	admitted := admission{node, verdicts, access}
 	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(prepare.Options{
@@ -149,7 +150,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Partitions: parts.Partitions, Binder: parts.Binder,
 		},
 		Pool: cfg.NodeName, Locks: state.locks, Claims: claimReader{calls, parts.Client},
-		Edits: nodeEdits{visiblePath(cfg), described, cfg}, ShareTotals: totals.Of,
+		Edits: nodeEdits{visiblePath(cfg), described, cfg}, Admit: admitted.Admit, ShareTotals: totals.Of,
 		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	})
@@ -213,7 +214,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	}
 	return &Driver{
 		requests: &requests{
-			pool: cfg.NodeName, node: node, health: verdicts, hardware: access, preparer: claims,
+			pool: cfg.NodeName, admission: admitted, preparer: claims,
 			migrator: migrate.New(migrate.Options{
 				CDIRoot: cfg.CDIRoot, Checkpoint: reference, Snapshot: inv.Snapshot, WithLocks: claims.WithLocks,
 				GPUs: claims.Partitions, Reports: toAdmins, Update: node.Update,

@@ -146,7 +146,7 @@ func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.Reso
 	defer cancel()
 	err = refused
 	for held := new(heldError); errors.As(err, &held) && p.waitForUnprepare(waiting, held.blockers); {
-		devices, err = p.prepare(ctx, p.node.Hardware.Snapshot(), c, true)
+		devices, err = p.prepare(ctx, c, true)
 	}
 	return devices, err
 }

@@ -10,6 +10,8 @@
 //   - If Prepare succeeds, it has verified in that call that device nodes, mount sources, CDI
 //     specs, the record and partitions exist.
 //   - A repeated Prepare verifies them again and repairs them.
+//   - What the node says about a device counts when Prepare has all locks. So a GPU that is lost
+//     while Prepare waits is refused, unless the claim has it.
 //   - While one claim uses a device for itself, every other claim is refused after a short wait
 //     without locks. The error names the claim that uses the device.
 //   - If a claim comes with another allocation, Prepare first gives the old devices back.

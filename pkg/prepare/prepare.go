@@ -18,7 +18,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/claim"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
@@ -29,14 +28,13 @@ import (
 const readClaimTime = 5 * time.Second
 
 // Prepare makes the claim's devices usable and returns the CDI devices that the container runtime
-// injects. The kubelet may call it again at any time. It looks for the devices in snapshot, the
-// inventory when the call arrived.
+// injects. The kubelet may call it again at any time.
 //
 // If another claim uses one of the devices, Prepare waits for that claim, at most ConflictWait. A
 // Pod deleted by force frees its claim for the scheduler before the kubelet has stopped the Pod.
 // Without this wait the kubelet would retry only after ten seconds or more.
-func (p *Preparer) Prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
-	devices, err := p.prepare(ctx, snapshot, c, false)
+func (p *Preparer) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
+	devices, err := p.prepare(ctx, c, false)
 	if err == nil {
 		return devices, nil
 	}
@@ -51,20 +49,19 @@ func (p *Preparer) Prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 
 // prepare tries once to prepare the claim. If "waited" is true, the claim may have changed since c
 // was read from the API server, so prepare reads it again.
-func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *resourceapi.ResourceClaim,
-	waited bool) ([]kubeletplugin.Device, error) {
+func (p *Preparer) prepare(ctx context.Context, c *resourceapi.ResourceClaim, waited bool) ([]kubeletplugin.Device, error) {
 	locks, err := p.LockClaim(ctx, c.UID)
 	if err != nil {
 		return nil, err
 	}
 	defer locks.Release()
-	if locks.Waited {
-		snapshot = p.node.Hardware.Snapshot() // the node may have changed meanwhile
-	}
 	if err := checkReserved(c); err != nil {
 		return nil, err
 	}
-	pl, err := p.makePlan(snapshot, c)
+	old, found, unread := p.node.Records.Load(c.UID)
+	// A claim that is refused changes nothing, and does not wait for a GPU that hangs.
+	pl, done, err := p.admit(c, old)
+	defer done()
 	if err != nil {
 		return nil, err
 	}
@@ -79,22 +76,26 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 			return nil, err
 		}
 	}
-	old, found, err := p.node.Records.Load(c.UID)
 	unreadable := new(statefile.UnreadableError)
 	switch {
-	case errors.As(err, &unreadable):
+	case errors.As(unread, &unreadable):
 		if err := p.quarantineRecord(ctx, c.UID, unreadable); err != nil {
 			return nil, err
 		}
 		found = false
-	case err != nil:
-		return nil, cause.Wrap(cause.Record, err)
+	case unread != nil:
+		return nil, cause.Wrap(cause.Record, unread)
 	}
 	if err := LockGPUs(ctx, locks, append(pl.record.GPUs(), old.GPUs()...)...); err != nil {
 		return nil, err
 	}
 	if ctx.Err() != nil {
 		return nil, canceledError(ctx)
+	}
+	pl, again, err := p.admit(c, old) // the node may have changed since
+	defer again()
+	if err != nil {
+		return nil, err
 	}
 	if found {
 		kept, err := p.reprepare(ctx, old, pl)
@@ -116,6 +117,16 @@ func (p *Preparer) prepare(ctx context.Context, snapshot inventory.Snapshot, c *
 		return nil, err
 	}
 	return pl.answer, nil
+}
+
+// admit asks whether the node may prepare the claim now, whose record is old, and makes the plan.
+// The hardware may be used until the caller calls done.
+func (p *Preparer) admit(c *resourceapi.ResourceClaim, old checkpoint.Record) (pl *plan, done func(), err error) {
+	done, err = p.opts.Admit(c, old)
+	if err == nil {
+		pl, err = p.makePlan(p.node.Hardware.Snapshot(), c)
+	}
+	return pl, done, err
 }
 
 // checkReserved refuses a claim that is reserved for no Pod. The kubelet never prepares such a

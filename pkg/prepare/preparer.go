@@ -11,6 +11,7 @@ import (
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/lock"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
@@ -94,6 +95,10 @@ type Options struct {
 	Ledger *ledger.Ledger
 	Claims Claims
 	Edits  Edits
+	// Admit says why the node must not prepare the claim now, or returns nil. old is the claim's
+	// record, or empty: a claim keeps a device that it has, also on a GPU that is lost. Prepare may
+	// use the hardware until it calls done, which it always does.
+	Admit func(c *resourceapi.ResourceClaim, old checkpoint.Record) (done func(), err error)
 	// ShareTotals returns how much of each capacity of a shared device all claims together can use.
 	ShareTotals func(device.GPU, device.Name) map[string]resource.Quantity
 	Observer    Observer

@@ -10,6 +10,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metadata"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
@@ -27,7 +28,7 @@ type Transaction struct {
 }
 
 // New assembles a Transaction. What o lacks does nothing: no partitions, no MPS daemons, no
-// observer, no edits.
+// observer, no edits. It refuses no claim.
 func New(o prepare.Options) Transaction {
 	if o.Node.Partitions == nil {
 		o.Node.Partitions = NoPartitions{}
@@ -44,6 +45,9 @@ func New(o prepare.Options) Transaction {
 	if o.Edits == nil {
 		o.Edits = &Edits{}
 	}
+	if o.Admit == nil {
+		o.Admit = func(*resourceapi.ResourceClaim, checkpoint.Record) (func(), error) { return func() {}, nil }
+	}
 	if o.Rescan == nil {
 		o.Rescan = func(context.Context) {}
 	}
@@ -55,11 +59,6 @@ func New(o prepare.Options) Transaction {
 	o.Ledger = ledger.New(o.Node.Records, o.Node.BootID, o.Node.Hardware)
 	p := prepare.New(o)
 	return Transaction{p, reconcile.New(p, o), o.Ledger, o.Node}
-}
-
-// Prepare prepares the claim's devices as the node's inventory has them now.
-func (t Transaction) Prepare(ctx context.Context, c *resourceapi.ResourceClaim) ([]kubeletplugin.Device, error) {
-	return t.Preparer.Prepare(ctx, t.Hardware.Snapshot(), c)
 }
 
 // Observer calls the functions that are set.
