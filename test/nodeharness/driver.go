@@ -119,7 +119,7 @@ func (n Node) StartWatching(ctx context.Context, api API, cfg *config.Config) (*
 
 func (n Node) start(ctx context.Context, api API, cfg *config.Config, watchWith func(*cut.Partitions) Watch) (*Driver, error) {
 	m := metrics.New("test")
-	paths := n.Paths()
+	paths := driver.Paths(cfg)
 	worker := cut.New(paths, m.MIGCall, n.Command(partitionRole)...)
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Watch:  watchWith(worker),
