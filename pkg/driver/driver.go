@@ -9,7 +9,6 @@ import (
 	"syscall"
 	"time"
 
-	"k8s.io/apimachinery/pkg/types"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
@@ -67,6 +66,10 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	ctx, d.fail = context.WithCancelCause(ctx)
 	defer d.fail(nil)
 
+	id, err := socketID(d.cfg)
+	if err != nil {
+		return fmt.Errorf("serve the kubelet: %w", err)
+	}
 	if err := removeStaleSockets(ctx, d.cfg.PluginDir, d.cfg.RegistrarDir); err != nil {
 		logger.Error(err, "Failed to remove stale sockets")
 	}
@@ -92,8 +95,8 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(d.calls.intercept),
 	}
-	if d.cfg.PodUID != "" {
-		options = append(options, kubeletplugin.RollingUpdate(types.UID(d.cfg.PodUID)))
+	if id != "" {
+		options = append(options, kubeletplugin.RollingUpdate(id))
 	}
 	helper, err := kubeletplugin.Start(serving, d, options...)
 	if err != nil {

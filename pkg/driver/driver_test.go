@@ -136,11 +136,19 @@ func (n *node) start(t *testing.T) {
 // serves reports whether the plugin accepts connections on its registration socket. The socket file
 // alone does not prove that a process listens on it.
 func (n *node) serves() bool {
-	conn, err := net.Dial("unix", filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock"))
+	conn, err := net.Dial("unix", only(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-*-reg.sock")))
 	if err == nil {
 		_ = conn.Close()
 	}
 	return err == nil
+}
+
+// only returns the path of the only file that matches the pattern, or the pattern.
+func only(pattern string) string {
+	if found, err := filepath.Glob(pattern); err == nil && len(found) == 1 {
+		return found[0]
+	}
+	return pattern
 }
 
 func dial(t *testing.T, path string) *grpc.ClientConn {
@@ -156,7 +164,7 @@ func dial(t *testing.T, path string) *grpc.ClientConn {
 // register registers the plugin like a kubelet that has found the plugin's socket.
 func (n *node) register(t *testing.T) {
 	t.Helper()
-	client := registerapi.NewRegistrationClient(dial(t, filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-uid-reg.sock")))
+	client := registerapi.NewRegistrationClient(dial(t, only(filepath.Join(n.cfg.RegistrarDir, "gpu.nvidia.com-*-reg.sock"))))
 	info, err := client.GetInfo(t.Context(), &registerapi.InfoRequest{})
 	if err != nil || info.GetName() != DriverName {
 		t.Fatalf("got %v, %v", info, err)
@@ -168,7 +176,7 @@ func (n *node) register(t *testing.T) {
 
 func (n *node) dra(t *testing.T) drapb.DRAPluginClient {
 	t.Helper()
-	return drapb.NewDRAPluginClient(dial(t, filepath.Join(n.cfg.PluginDir, "dra-uid.sock")))
+	return drapb.NewDRAPluginClient(dial(t, only(filepath.Join(n.cfg.PluginDir, "dra-*.sock"))))
 }
 
 func (n *node) claim(t *testing.T, name string, devices ...string) *drapb.Claim {

@@ -1,10 +1,15 @@
 package driver
 
 import (
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
 )
 
 func TestOnlyStaleSocketsAreRemoved(t *testing.T) {
@@ -34,6 +39,77 @@ func TestOnlyStaleSocketsAreRemoved(t *testing.T) {
 	for _, path := range kept {
 		if _, err := os.Lstat(path); err != nil {
 			t.Errorf("%s is gone: %v", path, err)
+		}
+	}
+}
+
+// The path of a Unix socket has at most 107 bytes. MicroK8s' kubelet root alone has 39.
+func TestPluginServesBelowDeepKubeletRoot(t *testing.T) {
+	const microk8s = len("/var/snap/microk8s/common/var/lib/kubelet")
+	for _, length := range []int{len("/var/lib/kubelet"), 30, 38, microk8s, 57} {
+		t.Run(fmt.Sprint(length, " bytes"), func(t *testing.T) {
+			n := newNode(t)
+			n.cfg.PodUID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+			n.setKubeletRoot(t, length)
+			stale := []string{filepath.Join(n.cfg.PluginDir, "dra-0123abcd.sock"), filepath.Join(n.cfg.RegistrarDir, DriverName+"-0123abcd-reg.sock")}
+			for _, path := range stale {
+				if len(path) <= maxSocketPath {
+					createStaleSocket(t, path)
+				}
+			}
+			n.start(t)
+			n.register(t)
+			c := n.claim(t, "deep", firstGPU)
+			eventually(t, "a claim is prepared", func() bool { return n.prepare(t, c).GetError() == "" })
+			if msg := n.unprepare(t, c); msg != "" {
+				t.Error(msg)
+			}
+			for _, path := range stale {
+				if _, err := os.Lstat(path); !os.IsNotExist(err) {
+					t.Errorf("%s is still there (%v)", path, err)
+				}
+			}
+			if err := n.stop(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestTooDeepKubeletRootIsRefused(t *testing.T) {
+	for uid, length := range map[string]int{"0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0": 58, "": 75} {
+		n := newNode(t)
+		n.cfg.PodUID = uid
+		n.setKubeletRoot(t, length)
+		d, err := New(t.Context(), n.cfg, Parts{
+			Client: n.client, StatusClient: n.client, Hardware: n.hardware(), Partitions: preparetest.NoPartitions{},
+			Metrics: metrics.New("test"), Watch: watchNothing, StopWorkers: noWorkers,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = d.Run(t.Context(), n.probe)
+		if err == nil || !strings.Contains(err.Error(), n.cfg.RegistrarDir) || !strings.Contains(err.Error(), "107") {
+			t.Errorf("the error does not name the path and the limit: %v", err)
+		}
+	}
+}
+
+// setKubeletRoot moves the plugin's directories below a kubelet root whose path has this length.
+func (n *node) setKubeletRoot(t *testing.T, length int) {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "") //nolint:usetesting // the path must be short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	root := filepath.Join(dir, strings.Repeat("k", max(1, length-len(dir)-1)))
+	n.cfg.PluginDir = filepath.Join(root, "plugins", DriverName)
+	n.cfg.RegistrarDir = filepath.Join(root, "plugins_registry")
+	n.cfg.HookPath = filepath.Join(n.cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	for _, d := range []string{n.cfg.StateDir(), n.cfg.RegistrarDir} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			t.Fatal(err)
 		}
 	}
 }
