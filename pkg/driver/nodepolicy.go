@@ -38,6 +38,7 @@ type nodePolicy struct {
 	events      *events.Recorder
 	chooser     *chooser
 	observers   []func(*corev1.Node) // are called with each version of the Node
+	deleted     func()               // is called when the Node was deleted
 
 	rules *annotations // the last values; nil before the first ones
 }
@@ -82,10 +83,18 @@ func (p *nodePolicy) Watch(ctx context.Context) {
 			p.handleNode(ctx, node)
 		}
 	}
+	handleDelete := func(object any) {
+		if node, err := cache.DeletionHandlingObjectToName(object); err == nil && node.Name == p.node {
+			klog.FromContext(ctx).Info("The Node was deleted; its last labels and annotations stay in force until it registers again")
+			p.deleted()
+		}
+	}
 	cannotWatch := func(err error) {
 		p.reportProblem(fmt.Sprintf("cannot watch the Node, so changes of annotation %s have no effect: %v", policyAnnotation, err))
 	}
-	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: handle, UpdateFunc: func(_, now any) { handle(now) }})
+	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: handle, UpdateFunc: func(_, now any) { handle(now) }, DeleteFunc: handleDelete,
+	})
 	err = errors.Join(err, nodes.SetWatchErrorHandlerWithContext(func(ctx context.Context, r *cache.Reflector, err error) {
 		cache.DefaultWatchErrorHandler(ctx, r, err)
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {

@@ -198,7 +198,10 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			publisher.SetSettings(s.Shares, s.Effects) // reads the node's new policies
 			reconciling.Wake()
 		}},
-		observers: []func(*corev1.Node){quiescer.Observe, devicePlugin.Observe, verdicts.Observe},
+		observers: []func(*corev1.Node){
+			quiescer.Observe, devicePlugin.Observe, verdicts.Observe, func(n *corev1.Node) { publisher.SetNodeUID(n.UID) },
+		},
+		deleted: func() { publisher.SetNodeUID("") },
 	}
 	base := &baseSpec{
 		node: node, leader: lead, hardware: access, specs: specs,

@@ -9,9 +9,11 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -69,6 +71,9 @@ type publication struct {
 	unlistedSince time.Time
 	rollout       *rollout.Rollout
 	controller    *resourceslice.Controller
+	// owner is the UID of the Node that the controller started with, and stopController stops it.
+	owner          types.UID
+	stopController func()
 	// retries counts the failures since the last success and computes the pause before each retry. Its
 	// keys are the pool's name, for the slice controller, and featureProbes.
 	retries workqueue.TypedRateLimiter[string]
@@ -88,12 +93,11 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if err != nil {
 		return unlessDone(ctx, err)
 	}
-	defer b.controller.Stop()
+	defer func() { b.stopController() }()
 	defer b.background.Wait()
 	b.background.Go(func() { p.watchVersion(ctx, b.probeAgain) })
 	b.update(ctx)
-	b.loop(ctx)
-	return nil
+	return unlessDone(ctx, b.loop(ctx))
 }
 
 // start finds out which fields the API server keeps, waits until there is something to publish and
@@ -110,11 +114,18 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 	var wanted, first []resourceslice.Slice
 	wanted = b.firstMark(ctx)
 	b.rollout, first = p.newRollout(ctx, wanted)
+	return b, b.startController(ctx, first)
+}
+
+// startController starts the slice controller with these slices, which belong to the Node.
+func (b *publication) startController(ctx context.Context, first []resourceslice.Slice) (err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	b.owner = *b.nodeUID.Load()
 	b.controller, err = resourceslice.StartController(ctx, resourceslice.Options{
 		DriverName: device.DriverName,
-		KubeClient: p.opts.Client,
-		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.opts.NodeName},
-		Resources:  p.driverResources(first),
+		KubeClient: b.opts.Client,
+		Owner:      &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: b.opts.NodeName, UID: b.owner},
+		Resources:  b.driverResources(first),
 		Queue:      workqueue.NewTypedRateLimitingQueue(b.retries),
 		SyncDelay:  ptr.To(syncDelay),
 		ErrorHandler: func(ctx context.Context, err error, msg string) {
@@ -122,13 +133,31 @@ func (p *Publisher) start(ctx context.Context) (_ *publication, err error) {
 			if errors.As(err, new(*resourceslice.DroppedFieldsError)) || apierrors.IsInvalid(err) {
 				b.probeAgain.Wake()
 			}
-			p.reportError(ctx, err, msg)
+			b.reportError(ctx, err, msg)
 		},
 	})
+	b.stopController = func() { cancel(); b.controller.Stop() }
 	if err != nil {
-		return nil, fmt.Errorf("start the ResourceSlice controller: %w", err)
+		cancel()
+		return fmt.Errorf("start the ResourceSlice controller: %w", err)
 	}
-	return b, nil
+	return nil
+}
+
+// followNode starts the slice controller again if the Node was deleted or has registered again. A
+// controller keeps the UID that it started with, and Kubernetes' garbage collector deletes the
+// slices of a Node that is gone (kubernetes#132182).
+func (b *publication) followNode(ctx context.Context) error {
+	now := *b.nodeUID.Load()
+	if now == b.owner {
+		return nil
+	}
+	klog.FromContext(ctx).Info("The Node was deleted or has registered again; its ResourceSlices follow", "uidBefore", b.owner, "uid", now)
+	b.stopController()
+	b.retries.Forget(b.opts.NodeName)
+	sent := b.rollout.Sent()
+	b.rollout = rollout.New(sent, true, time.Now())
+	return b.startController(ctx, sent)
 }
 
 // firstOffer waits until there is something to publish. It returns an error if the context ends.
@@ -177,7 +206,7 @@ const (
 
 // loop waits for changes until the context ends. After each it publishes the slices that the node
 // then needs.
-func (b *publication) loop(ctx context.Context) {
+func (b *publication) loop(ctx context.Context) error {
 	var probeDue, buildDue, markDue <-chan time.Time
 	probedAt := time.Now()
 	poll, pause := rolloutPoll, settleInterval
@@ -196,7 +225,7 @@ func (b *publication) loop(ctx context.Context) {
 		}
 		select {
 		case <-ctx.Done():
-			return
+			return nil
 		case <-rolloutDue:
 			poll = min(poll+poll/4, rolloutPollMax)
 			if b.sendNext() {
@@ -221,6 +250,9 @@ func (b *publication) loop(ctx context.Context) {
 		case <-b.healthChanged:
 		case <-b.rebuild:
 			pause, b.stale = settleInterval, true
+			if err := b.followNode(ctx); err != nil {
+				return err
+			}
 		case result := <-b.built:
 			b.built, buildDue = nil, nil
 			if !b.take(ctx, result) {

@@ -91,12 +91,11 @@ func startPublication(t *testing.T, u *publishingNode, prepare func(*publication
 		if err != nil {
 			return err
 		}
-		defer b.controller.Stop()
+		defer func() { b.stopController() }()
 		defer b.background.Wait()
 		prepare(b)
 		b.update(ctx)
-		b.loop(ctx)
-		return nil
+		return b.loop(ctx)
 	})
 }
 

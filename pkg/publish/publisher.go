@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
@@ -61,8 +62,11 @@ type Publisher struct {
 	opts    Options
 	cluster Cluster
 	layouts *Layouts
-	// rebuild says that the slices must be built again, because a policy or the API server's version
-	// has changed, or a claim ended.
+	// nodeUID is the UID of the Node, which owns the slices. It is empty while the Node is unknown or
+	// gone. Then the slice controller waits for a Node before it writes.
+	nodeUID atomic.Pointer[types.UID]
+	// rebuild says that the slices must be built again, because a policy, the Node's UID or the API
+	// server's version has changed, or a claim ended.
 	rebuild wake.Signal
 	// slices has the slices to publish now, with their taints. It is nil while this instance does not
 	// publish. The slices are never modified.
@@ -89,6 +93,7 @@ func New(o Options) *Publisher {
 	}
 	p.shares.Store(&o.Shares)
 	p.effects.Store(&o.Effects)
+	p.nodeUID.Store(new(types.UID))
 	return p
 }
 
@@ -105,6 +110,14 @@ func (p *Publisher) SetSettings(shares device.ShareRules, effects health.Effects
 	p.shares.Store(&shares)
 	p.effects.Store(&effects)
 	p.Rebuild()
+}
+
+// SetNodeUID sets the UID of the Node, to which the slices belong. It is empty while there is no
+// Node.
+func (p *Publisher) SetNodeUID(uid types.UID) {
+	if *p.nodeUID.Swap(&uid) != uid {
+		p.rebuild.Wake()
+	}
 }
 
 // Rebuild makes the publisher build the slices again, because the node's policies have changed.

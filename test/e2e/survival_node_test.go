@@ -11,6 +11,7 @@ import (
 
 	"github.com/fsnotify/fsnotify"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 )
@@ -102,6 +103,55 @@ func (w *world) registrations(t *testing.T) func() time.Time {
 		}
 		return last
 	}
+}
+
+// ownedWithin limits the time from the registration of a Node until its slices belong to it.
+const ownedWithin = 10 * time.Second
+
+// testNodeRegistersAgain deletes the Node while Pods have GPUs. The garbage collector deletes its
+// slices, and they must come back when the kubelet registers the Node with another UID.
+func (w *world) testNodeRegistersAgain(t *testing.T, u tenant) {
+	u.holder("one", 1)
+	u.holder("two", 2)
+	one, two, instance := u.holding("one"), u.holding("two"), w.instance(t, survivor)
+	nodes := w.Client.CoreV1().Nodes()
+	if err := nodes.Delete(t.Context(), survivor, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 30*time.Second, "the slices are deleted with their Node", func() (bool, string) {
+		n := len(w.slices(t, survivor))
+		return n == 0, fmt.Sprint(n, " slices")
+	})
+	if err := w.node(t, survivor).RestartKubelet(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var uid types.UID
+	eventually(t, 30*time.Second, "the Node registers again", func() (bool, string) {
+		node, err := nodes.Get(t.Context(), survivor, metav1.GetOptions{})
+		if err != nil {
+			return false, err.Error()
+		}
+		uid = node.UID
+		return true, ""
+	})
+	took := eventually(t, ownedWithin, "the slices belong to the new Node", func() (bool, string) {
+		var owners []string
+		foreign := false
+		for _, s := range w.slices(t, survivor) {
+			foreign = foreign || s.OwnerReferences[0].UID != uid
+			owners = append(owners, string(s.OwnerReferences[0].UID))
+		}
+		return !foreign && len(w.gpus(t, survivor)) == survivorGPUs, fmt.Sprint(owners)
+	})
+	t.Logf("the slices belonged to the new Node %s after it had registered", took.Round(time.Millisecond))
+	if took > ownedWithin {
+		t.Errorf("the slices belonged to the new Node after %s, want at most %s", took, ownedWithin)
+	}
+	u.undisturbed(one, two)
+	w.sameInstance(t, instance)
+	u.holder("next", 1)
+	u.holding("next")
+	u.undisturbed(one, two)
 }
 
 func (w *world) testContainerdEnds(t *testing.T, u tenant) {

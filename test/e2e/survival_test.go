@@ -58,6 +58,7 @@ func TestSurvival(t *testing.T) {
 		{"the plugin is killed between a claim's spec and its record", w.testKilledBetween},
 		{"the plugin is killed in bursts of Pods", w.testKilledInBursts},
 		{"the plugin is killed while NVML does not answer", w.testKilledWithoutAnswer},
+		{"the Node is deleted and registers again", w.testNodeRegistersAgain},
 		{"containerd ends", w.testContainerdEnds},
 		{"the specs are deleted and the container is killed", w.testSpecsDeleted},
 		{"the node loses its power", func(t *testing.T, u tenant) { left = w.testPowerCut(t, u) }},
