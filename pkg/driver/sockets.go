@@ -24,9 +24,9 @@ import (
 // final zero.
 const maxSocketPath = 107
 
-// socketID returns what distinguishes the sockets of this plugin instance from those of another: the
-// UID of its Pod. Where the kubelet's root is so deep that a socket's path would be too long, it
-// returns a hash of the UID. It returns an error if that does not help either.
+// socketID returns what distinguishes the sockets of this plugin instance from those of another:
+// the UID of its Pod. Where the kubelet's root is so deep that a socket's path would be too long,
+// it returns a hash of the UID. It returns an error if that does not help either.
 func socketID(cfg *config.Config) (types.UID, error) {
 	if cfg.PodUID == "" {
 		return "", checkSocketPaths(cfg, "dra.sock", DriverName+"-reg.sock")

@@ -51,7 +51,10 @@ func TestPluginServesBelowDeepKubeletRoot(t *testing.T) {
 			n := newNode(t)
 			n.cfg.PodUID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 			n.setKubeletRoot(t, length)
-			stale := []string{filepath.Join(n.cfg.PluginDir, "dra-0123abcd.sock"), filepath.Join(n.cfg.RegistrarDir, DriverName+"-0123abcd-reg.sock")}
+			stale := []string{
+				filepath.Join(n.cfg.PluginDir, "dra-0123abcd.sock"),
+				filepath.Join(n.cfg.RegistrarDir, DriverName+"-0123abcd-reg.sock"),
+			}
 			for _, path := range stale {
 				if len(path) <= maxSocketPath {
 					createStaleSocket(t, path)

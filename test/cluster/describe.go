@@ -128,7 +128,7 @@ func (c *Cluster) describeNode(options Options, index int, wanted NodeOptions, c
 	network := c.state.Network
 	node := components.Node{
 		Name: wanted.Name, Address: network.address(index), PodNetwork: network.pods(index), FeatureGates: options.FeatureGates,
-		Labels: wanted.Labels, DisableCDI: wanted.DisableCDI, PauseImage: toolchain.PauseImage,
+		Labels: wanted.Labels, DisableCDI: wanted.DisableCDI, KubeletRoot: wanted.KubeletRoot, PauseImage: toolchain.PauseImage,
 		RestartPause: options.RestartPause, Containerd: options.Containerd,
 	}
 	files, err := node.Files(c.programPaths)

@@ -54,6 +54,8 @@ type NodeOptions struct {
 	BootHook []string
 	// DisableCDI makes containerd ignore CDI devices.
 	DisableCDI bool
+	// KubeletRoot is the kubelet's root directory, below /var. Empty means /var/lib/kubelet.
+	KubeletRoot string
 	// Mounts are paths of the host whose content the node always sees as it is now. The node sees the
 	// host's other files as they were at the node's boot, and never the host's /var, /run and /dev.
 	Mounts []Mount

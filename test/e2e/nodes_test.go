@@ -3,6 +3,8 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"net"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -16,7 +18,7 @@ import (
 )
 
 // The nodes of TestNodes, and the label that assigns each node to a release. A chart has one driver
-// root, so three releases of the chart share the cluster.
+// root, so several releases of the chart share the cluster.
 const (
 	nodesLabel = "gpu-driver"
 
@@ -24,6 +26,7 @@ const (
 	nodeNoCDI     = "no-cdi"    // containerd ignores CDI devices
 	nodeContained = "contained" // a driver container mounts its root at /run/nvidia/driver
 	nodePlain     = "plain"     // driver packages were installed into the root file system
+	nodeDeep      = "deep"      // the kubelet's root is that of MicroK8s
 
 	nodesModel = "l40s-x2"
 	nodesGPUs  = 2
@@ -41,6 +44,7 @@ func TestNodes(t *testing.T) {
 		"CDISwitchedOff":  w.testCDISwitchedOff,
 		"DriverContainer": w.testDriverContainer,
 		"PlainHost":       w.testPlainHost,
+		"DeepKubeletRoot": w.testDeepKubeletRoot,
 		"Late": func(t *testing.T) {
 			t.Run("DriverComesLate", w.testDriverComesLate)
 			t.Run("LibrariesOffTheLinkersPath", w.testLibrariesOffTheLinkersPath)
@@ -62,11 +66,14 @@ func bringUpNodes(t *testing.T) *world {
 	}
 	noCDI := describe(nodeNoCDI, "own-root", "")
 	noCDI.DisableCDI = true
+	deep := describe(nodeDeep, "deep", "")
+	deep.KubeletRoot = deepRoot
 	w := bringUp(
 		t,
 		"e2e-nodes",
 		describe(nodeLate, "own-root", "", "--no-driver", "--no-devices", "--no-uvm"),
 		noCDI,
+		deep,
 		describe(nodeContained, "container", "mkdir -p /run/nvidia", "--kind", "container", "--no-driver"),
 		// This node has the driver installed as packages do: libraries, tools and firmware among those of
 		// the distribution.
@@ -94,6 +101,17 @@ func bringUpNodes(t *testing.T) *world {
 		"root",
 		"--set",
 		"driverRoot=/",
+		"--set",
+		"deviceClasses.gpu.enabled=false",
+		"--set",
+		"deviceClasses.mig.enabled=false",
+	)
+	w.releaseOn(
+		t,
+		"deep",
+		"deep",
+		"--set",
+		"kubeletRootDir="+deepRoot,
 		"--set",
 		"deviceClasses.gpu.enabled=false",
 		"--set",
@@ -207,6 +225,54 @@ func (w *world) testPlainHost(t *testing.T) {
 		if n.HostPath != "" {
 			t.Errorf("device node %s is taken from %q, want the same path on the host", n.Path, n.HostPath)
 		}
+	}
+}
+
+const deepRoot = "/var/snap/microk8s/common/var/lib/kubelet"
+
+// testDeepKubeletRoot covers a kubelet root below which a socket's path with a Pod's UID would be
+// too long. A restarted plugin must also remove the sockets of killed instances there.
+func (w *world) testDeepKubeletRoot(t *testing.T) {
+	w.isFullyUsable(t, nodeDeep, clusterharness.NodeRoot+"/driver")
+	dirs := map[string]string{
+		"dra-0123abcd.sock":                deepRoot + "/plugins/gpu.nvidia.com",
+		"gpu.nvidia.com-0123abcd-reg.sock": deepRoot + "/plugins_registry",
+	}
+	for name, dir := range dirs {
+		leaveSocket(t, w.hostDir(t, nodeDeep, dir), name)
+	}
+	before := w.instance(t, nodeDeep)
+	kill(t, mainProcess(t, "GPU_DRA_POD_UID", string(before.UID)))
+	eventually(t, 90*time.Second, "the killed plugin runs again", func() (bool, string) {
+		now := w.instance(t, nodeDeep).Status.ContainerStatuses[0]
+		return now.ContainerID != before.Status.ContainerStatuses[0].ContainerID && now.Ready, fmt.Sprintf("%+v", now)
+	})
+	for name, dir := range dirs {
+		pattern, _, _ := strings.Cut(name, "0123abcd")
+		if sockets := w.on(t, nodeDeep, "find", dir, "-maxdepth", "1", "-name", pattern+"*", "-type", "s"); len(strings.Fields(sockets)) != 1 ||
+			strings.Contains(sockets, name) {
+			t.Errorf("want only the socket of the running plugin, found %s", sockets)
+		}
+	}
+	w.isFullyUsable(t, nodeDeep, clusterharness.NodeRoot+"/driver")
+}
+
+// leaveSocket creates a socket on which no process listens, as a killed process leaves it.
+func leaveSocket(t *testing.T, dir, name string) {
+	t.Helper()
+	open, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = open.Close() }()
+	// The folder's path on the host is too long for a socket.
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d/%s", open.Fd(), name), Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.SetUnlinkOnClose(false)
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
 	}
 }
 

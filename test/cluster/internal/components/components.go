@@ -9,6 +9,7 @@
 package components
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"path"
@@ -119,6 +120,8 @@ type Node struct {
 	Containerd string
 	// DisableCDI makes containerd ignore CDI devices, as it does on some users' nodes.
 	DisableCDI bool
+	// KubeletRoot is the kubelet's root directory. Empty means /var/lib/kubelet.
+	KubeletRoot string
 	// RestartPause is the longest time that the kubelet waits before it restarts a container. 0 keeps
 	// the kubelet's default.
 	RestartPause time.Duration
@@ -130,7 +133,7 @@ func (n Node) Services(programs Programs) []machine.Service {
 		programs(
 			"kubelet",
 		), verbosity, "--config=" + path.Join(KubernetesDir, "kubelet.yaml"), "--kubeconfig=" + path.Join(KubernetesDir, "kubelet.conf"),
-		"--hostname-override=" + n.Name, "--node-ip=" + n.Address, "--root-dir=/var/lib/kubelet",
+		"--hostname-override=" + n.Name, "--node-ip=" + n.Address, "--root-dir=" + cmp.Or(n.KubeletRoot, "/var/lib/kubelet"),
 	}
 	if len(n.Labels) > 0 {
 		var labels []string
