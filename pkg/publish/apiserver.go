@@ -15,6 +15,10 @@ import (
 // version may keep other fields.
 const versionInterval = 5 * time.Minute
 
+// probeInterval is how often the publisher asks which fields the API server keeps although its
+// version is the same, because an admin may have enabled a feature gate.
+const probeInterval = time.Hour
+
 // waitForFeatures asks the API server which fields it keeps, until there is an answer. Without the
 // answer the publisher could publish a whole GPU and its partitions to a server that drops the
 // counters between them. known is false if the context ended.
@@ -44,18 +48,23 @@ func (p *Publisher) probe(ctx context.Context) (_ Features, ok bool) {
 }
 
 // watchVersion reads the API server's version every versionInterval until the context ends. After a
-// change it signals versionChanged. If the first read fails, the first version counts as a change,
-// because the probe may have been answered by another one.
-func (p *Publisher) watchVersion(ctx context.Context, versionChanged wake.Signal) {
+// change, and every probeInterval, it signals probeAgain. If the first read fails, the first
+// version counts as a change, because the probe may have been answered by another one.
+func (p *Publisher) watchVersion(ctx context.Context, probeAgain wake.Signal) {
 	last, first := "", true
+	due := time.Now().Add(probeInterval)
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		now := serverVersion(ctx, p.opts.Client.Discovery())
 		if now != "" && now != last {
 			p.server.Store(&now)
 			p.rebuild.Wake() // the build says whether the scheduler of this version is slow
 			if !first {
-				versionChanged.Wake()
+				probeAgain.Wake()
 			}
+		}
+		if !time.Now().Before(due) {
+			due = time.Now().Add(probeInterval)
+			probeAgain.Wake()
 		}
 		last, first = cmp.Or(now, last), false
 	}, versionInterval)

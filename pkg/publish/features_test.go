@@ -6,6 +6,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -158,4 +160,33 @@ func TestProbeFailsWhenServerIsAway(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An admin who enables a feature gate restarts the API server, and its version stays the same.
+func TestFeatureGateThatIsEnabledLaterIsUsed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var enabled atomic.Bool
+		client := fakeapi.New()
+		fakeapi.Prepend(client, "create", "resourceslices", func(a clienttesting.Action) (bool, runtime.Object, error) {
+			slice := a.(clienttesting.CreateAction).GetObject().(*resourceapi.ResourceSlice)
+			for i := range slice.Spec.Devices {
+				if !enabled.Load() {
+					slice.Spec.Devices[i].Taints = nil
+				}
+			}
+			return false, nil, nil
+		})
+		u := startPublishingNode(t, client, readyWith("0000:1b:00.0"))
+		defer u.stop()
+		u.setXIDs(t, 79)
+		advance(time.Minute)
+		if n := u.taints(t); n != 0 {
+			t.Fatalf("%d taints in a cluster without taints", n)
+		}
+		enabled.Store(true)
+		advance(probeInterval + versionInterval)
+		if n := u.taints(t); n != 1 {
+			t.Errorf("%d taints after the feature gate was enabled", n)
+		}
+	})
 }
