@@ -66,7 +66,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	ctx, d.fail = context.WithCancelCause(ctx)
 	defer d.fail(nil)
 
-	id, err := socketID(d.cfg)
+	sockets, err := socketsOf(d.cfg)
 	if err != nil {
 		return fmt.Errorf("serve the kubelet: %w", err)
 	}
@@ -95,8 +95,8 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(d.calls.intercept),
 	}
-	if id != "" {
-		options = append(options, kubeletplugin.RollingUpdate(id))
+	if sockets.id != "" {
+		options = append(options, kubeletplugin.RollingUpdate(sockets.id))
 	}
 	helper, err := kubeletplugin.Start(serving, d, options...)
 	if err != nil {
@@ -104,7 +104,7 @@ func (d *Driver) Run(ctx context.Context, probe *Probe) error {
 	}
 	defer helper.Stop()
 	d.helper.Store(helper)
-	probe.Set(d.live, d.ready)
+	probe.Set(func(ctx context.Context) error { return errors.Join(d.live(ctx), sockets.checkPresence()) }, d.ready)
 
 	<-ctx.Done()
 	logger.Info("Stopping the plugin after the running calls of the kubelet", "cause", context.Cause(ctx))

@@ -24,31 +24,54 @@ import (
 // final zero.
 const maxSocketPath = 107
 
-// socketID returns what distinguishes the sockets of this plugin instance from those of another:
-// the UID of its Pod. Where the kubelet's root is so deep that a socket's path would be too long,
-// it returns a hash of the UID. It returns an error if that does not help either.
-func socketID(cfg *config.Config) (types.UID, error) {
-	if cfg.PodUID == "" {
-		return "", checkSocketPaths(cfg, "dra.sock", DriverName+"-reg.sock")
-	}
-	sum := sha256.Sum256([]byte(cfg.PodUID))
-	var err error
-	for _, id := range []types.UID{types.UID(cfg.PodUID), types.UID(hex.EncodeToString(sum[:4]))} {
-		// These are the names that kubeletplugin.Start chooses.
-		registrar := kubeletplugin.RollingUpdateRegistrarSocketFile(cfg.RegistrarDir, DriverName, id)
-		if err = checkSocketPaths(cfg, fmt.Sprintf("dra-%s.sock", id), registrar); err == nil {
-			return id, nil
-		}
-	}
-	return "", err
+// sockets are the paths of this plugin instance's sockets, as kubeletplugin.Start chooses them.
+type sockets struct {
+	// id distinguishes them from those of another instance: the UID of the Pod, or a hash of it.
+	id                   types.UID
+	serving, registering string
 }
 
-// checkSocketPaths returns an error if the path of a socket is too long.
-func checkSocketPaths(cfg *config.Config, serving, registering string) error {
-	for _, path := range []string{filepath.Join(cfg.PluginDir, serving), filepath.Join(cfg.RegistrarDir, registering)} {
+// socketsOf returns the instance's sockets. Where the kubelet's root is so deep that a path with
+// the Pod's UID would be too long, they have a hash of the UID. It returns an error if that does
+// not help either.
+func socketsOf(cfg *config.Config) (sockets, error) {
+	ids := []types.UID{""}
+	if cfg.PodUID != "" {
+		sum := sha256.Sum256([]byte(cfg.PodUID))
+		ids = []types.UID{types.UID(cfg.PodUID), types.UID(hex.EncodeToString(sum[:4]))}
+	}
+	var err error
+	for _, id := range ids {
+		serving, registering := "dra.sock", DriverName+"-reg.sock"
+		if id != "" {
+			serving = fmt.Sprintf("dra-%s.sock", id)
+			registering = kubeletplugin.RollingUpdateRegistrarSocketFile(cfg.RegistrarDir, DriverName, id)
+		}
+		s := sockets{id, filepath.Join(cfg.PluginDir, serving), filepath.Join(cfg.RegistrarDir, registering)}
+		if err = s.checkLength(); err == nil {
+			return s, nil
+		}
+	}
+	return sockets{}, err
+}
+
+// checkLength returns an error if the path of a socket is too long.
+func (s sockets) checkLength() error {
+	for _, path := range []string{s.serving, s.registering} {
 		if len(path) > maxSocketPath {
 			return fmt.Errorf("the path of the socket %s has %d bytes, and Linux takes at most %d: give the kubelet a shorter root directory",
 				path, len(path), maxSocketPath)
+		}
+	}
+	return nil
+}
+
+// checkPresence returns an error if a socket's file was removed. The kubelet then cannot call the
+// plugin, or not register it after the kubelet's next start.
+func (s sockets) checkPresence() error {
+	for _, path := range []string{s.serving, s.registering} {
+		if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("the socket %s was removed: a restarted container creates it again", path)
 		}
 	}
 	return nil

@@ -79,6 +79,31 @@ func TestPluginServesBelowDeepKubeletRoot(t *testing.T) {
 	}
 }
 
+// The helper creates the sockets once. Without them the kubelet cannot register the plugin after
+// its next restart, or call it.
+func TestRemovedSocketEndsLiveness(t *testing.T) {
+	t.Parallel()
+	n := newNode(t)
+	n.start(t)
+	n.register(t)
+	serving, registering := filepath.Join(n.cfg.PluginDir, "dra-*.sock"), filepath.Join(n.cfg.RegistrarDir, DriverName+"-*-reg.sock")
+	for _, pattern := range []string{serving, registering} {
+		if err := n.probe.isLive(t.Context()); err != nil {
+			t.Errorf("with both sockets: %v", err)
+		}
+		socket := only(pattern)
+		if err := os.Rename(socket, socket+".away"); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.probe.isLive(t.Context()); err == nil || !strings.Contains(err.Error(), socket) {
+			t.Errorf("without %s: %v", socket, err)
+		}
+		if err := os.Rename(socket+".away", socket); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 func TestTooDeepKubeletRootIsRefused(t *testing.T) {
 	for uid, length := range map[string]int{"0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0": 58, "": 75} {
 		n := newNode(t)
