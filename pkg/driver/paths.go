@@ -21,6 +21,7 @@ func Paths(cfg *config.Config) nvidia.Paths {
 		Cgroups:        cfg.CgroupRoot,
 		HookPath:       cfg.HookPath,
 		LdconfigPath:   cfg.LdconfigPath,
+		State:          cfg.StateDir(),
 		Passthrough:    cfg.Settings.Passes(),
 	}
 }

@@ -53,6 +53,9 @@ type Paths struct {
 	LdconfigPath string `json:"ldconfigPath,omitempty"`
 	// Modules is the path at which the plugin sees the host's /lib/modules. Empty means the same path.
 	Modules string `json:"modules,omitempty"`
+	// State is the plugin's directory for what must survive its process. It has a lock file for each
+	// card, which only workers need.
+	State string `json:"state,omitempty"`
 	// Passthrough says to read from Sysfs which GPUs can be passed to virtual machines.
 	Passthrough bool `json:"passthrough,omitempty"`
 }

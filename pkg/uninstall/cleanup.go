@@ -7,10 +7,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -186,6 +188,19 @@ func (c *Cleaner) removeFiles(ctx context.Context) (left []string, err error) {
 	return left, errors.Join(append(errs, err)...)
 }
 
+// isLocked reports whether path is a lock file that a process has locked.
+func isLocked(path string) bool {
+	if !strings.HasSuffix(path, ".lock") {
+		return false
+	}
+	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = file.Close() }()
+	return errors.Is(unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB), unix.EWOULDBLOCK)
+}
+
 // removePluginDir removes the driver's files in the plugin directory, and the directory itself if
 // it is empty then. Otherwise it returns the paths of what is left in it.
 func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
@@ -210,23 +225,29 @@ func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 	return left, nil
 }
 
-// removeState removes the driver's state. While the checkpoint of NVIDIA's DRA driver is there, the
-// notes about its ended claims stay: the next installation would wait for these claims forever.
-func removeState(pluginDir, stateDir string) error {
-	if _, err := os.Lstat(filepath.Join(pluginDir, predecessor.File)); errors.Is(err, fs.ErrNotExist) {
-		return os.RemoveAll(stateDir)
+// removeState removes the state directory, but not what the next installation must find: a card's
+// lock that a call holds which hangs in the driver, and the notes about ended claims of NVIDIA's DRA
+// driver while its checkpoint is there, since nothing would end these claims again. This process
+// still has the instance lock, so no other call begins.
+func removeState(pluginDir, dir string) error {
+	_, err := os.Lstat(filepath.Join(pluginDir, predecessor.File))
+	keepNotes := !errors.Is(err, fs.ErrNotExist)
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
-	entries, err := os.ReadDir(stateDir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("list the driver's state: %w", err)
-	}
-	var errs []error
+	errs := []error{err}
 	for _, e := range entries {
-		if e.Name() != predecessor.Notes {
-			errs = append(errs, os.RemoveAll(filepath.Join(stateDir, e.Name())))
+		path := filepath.Join(dir, e.Name())
+		switch {
+		case keepNotes && e.Name() == predecessor.Notes:
+		case isLocked(path):
+			errs = append(errs, fmt.Errorf("%s stays, because a call hangs in the driver: reboot the node, then remove it", path))
+		default:
+			errs = append(errs, os.RemoveAll(path))
 		}
 	}
-	if err := os.Remove(stateDir); !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENOTEMPTY) {
+	if err := os.Remove(dir); !errors.Is(err, syscall.ENOTEMPTY) {
 		errs = append(errs, err)
 	}
 	return errors.Join(errs...)

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
 
@@ -94,6 +95,40 @@ func TestCleanupWaitsTenSecondsForHungGPU(t *testing.T) {
 func TestCleanupDoesNotOpenReleasedHardware(t *testing.T) {
 	n := &fakeNode{released: true, disable: func(context.Context) error { t.Error("the GPU was opened"); return nil }}
 	n.cleanUp(t)
+}
+
+func TestCleanupKeepsTheLockOfACardThatACallStillChanges(t *testing.T) {
+	pluginDir := filepath.Join(t.TempDir(), "plugin")
+	stateDir := filepath.Join(pluginDir, "state")
+	if err := os.MkdirAll(filepath.Join(stateDir, "claims"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	hung, free := filepath.Join(stateDir, "gpu-0000-1b-00-0.lock"), filepath.Join(stateDir, "gpu-0000-c3-00-0.lock")
+	for _, path := range []string{hung, free} {
+		if err := os.WriteFile(path, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	held, err := os.Open(hung)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Flock(int(held.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := removePluginDir(pluginDir, stateDir); err == nil || !strings.Contains(err.Error(), hung) {
+		t.Errorf("the error does not name the lock that stays: %v", err)
+	}
+	if entries, err := os.ReadDir(stateDir); err != nil || len(entries) != 1 || entries[0].Name() != filepath.Base(hung) {
+		t.Errorf("left in the state directory: %v, %v", entries, err)
+	}
+	_ = held.Close()
+	if _, err := removePluginDir(pluginDir, stateDir); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(pluginDir); !os.IsNotExist(err) {
+		t.Errorf("the plugin directory still exists: %v", err)
+	}
 }
 
 func TestCleanupContinuesAfterAnError(t *testing.T) {

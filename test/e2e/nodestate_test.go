@@ -44,10 +44,10 @@ func (w *world) hostDir(t *testing.T, node, path string) string {
 
 // leftovers is a script that lists what claims have left on a node: checkpoint records, CDI specs,
 // metadata, locks that are held, temporary files, sockets of ended plugins. It ignores files that
-// exist once per GPU, and the file of all locks.
+// exist once per GPU, and the file of all claims' locks.
 const leftovers = `
 find "$1/state" "$2" -type f ! -path "$1/state/claims.lock" \
-    ! -path "$1/state/mig/gpu-*" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
+    ! -path "$1/state/mig/gpu-*" ! -path "$1/state/gpu-*.lock" ! -path "$1/state/health.json" ! -path "$2/k8s.gpu.nvidia.com-base.json"
 lock=$1/state/claims.lock
 [ ! -e "$lock" ] || ! grep "OFDLCK.*:$(stat -c %i "$lock") " /proc/locks || echo "a lock in $lock is held"
 ls -d "$1"/metadata/* 2>/dev/null

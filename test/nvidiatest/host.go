@@ -38,7 +38,9 @@ type Host struct {
 // EmptyHost returns a fake host without files.
 func EmptyHost(t *testing.T) Host {
 	t.Helper()
-	return Host{t, t.TempDir()}
+	h := Host{t, t.TempDir()}
+	h.Must(os.Mkdir(filepath.Join(h.Root, "state"), 0o700))
+	return h
 }
 
 // NewHost returns a fake host with a driver and two GPUs, those of [TwoCards].
@@ -64,6 +66,7 @@ func (h Host) Paths() nvidia.Paths {
 	return nvidia.Paths{
 		DriverRoot: filepath.Join(h.Root, "driver"), HostDriverRoot: "/run/nvidia/driver",
 		Sysfs: filepath.Join(h.Root, "sys"), Proc: filepath.Join(h.Root, "proc"), HookPath: "/opt/hook/nvidia-cdi-hook",
+		State: filepath.Join(h.Root, "state"),
 	}
 }
 

@@ -76,8 +76,10 @@ func NewSiteWith(t *testing.T, described *model.Node, kind layout.Kind, libdir, 
 	}
 	s := Site{t, t.TempDir()}
 	dev := filepath.Join(s.Root, "machine", "dev")
-	if err := os.MkdirAll(dev, 0o750); err != nil {
-		t.Fatal(err)
+	for _, dir := range []string{dev, filepath.Join(s.Root, "state")} {
+		if err := os.MkdirAll(dir, 0o750); err != nil {
+			t.Fatal(err)
+		}
 	}
 	if _, err := layout.Up(layout.Options{
 		Root: s.Root, Models: models, Seed: Seed, Sources: layout.Sources{Library: library, SMI: program},
@@ -95,7 +97,7 @@ func NewSiteWith(t *testing.T, described *model.Node, kind layout.Kind, libdir, 
 func (s Site) Paths() nvidia.Paths {
 	p := nvidia.Paths{
 		DriverRoot: filepath.Join(s.Root, "driver"), HostDriverRoot: "/run/nvidia/driver",
-		Sysfs: filepath.Join(s.Root, "sys"), Proc: filepath.Join(s.Root, "proc"),
+		Sysfs: filepath.Join(s.Root, "sys"), Proc: filepath.Join(s.Root, "proc"), State: filepath.Join(s.Root, "state"),
 	}
 	if _, err := os.Lstat(filepath.Join(s.Root, "driver", "dev", "nvidiactl")); err != nil {
 		p.DevRoot = filepath.Join(s.Root, "machine")

@@ -94,7 +94,7 @@ func (o order) do(ctx context.Context) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	defer func() { _ = lock.Close() }() // nothing was written, and closing nil is allowed
+	defer func() { _ = lock.Close() }() // nothing was written
 	switch o.Op {
 	case opLook:
 		return o.look()

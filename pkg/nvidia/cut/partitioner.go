@@ -18,8 +18,7 @@ import (
 // that cannot change while NVML is open.
 type partitioner struct {
 	*mig.Reader
-	// lock is this worker's lock on the card, or nil if the card is gone. nvidia-smi, which the
-	// worker starts, inherits the lock.
+	// lock is this worker's lock on the card. nvidia-smi, which the worker starts, inherits it.
 	lock *os.File
 }
 

@@ -6,11 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -94,7 +97,7 @@ func newPartitions(t *testing.T) *Partitions {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := New(nvidia.Paths{Proc: t.TempDir()}, nil, self)
+	p := New(nvidia.Paths{State: t.TempDir(), Proc: t.TempDir()}, nil, self)
 	t.Cleanup(func() { nvidiatest.StopWorkers(p) })
 	return p
 }
@@ -349,8 +352,112 @@ func TestOneWorkerPerCard(t *testing.T) {
 	}
 	_ = held.Close()
 	<-taken
-	if gone, err := host.LockCard(p, "0000:99:00.0"); err != nil || gone != nil {
-		t.Error(gone, err)
+	gone, err := host.LockCard(p, "0000:99:00.0") // NVML reports that the card is gone
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = gone.Close()
+}
+
+func TestOtherUsersCannotLockACard(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	p := h.Paths().WithDefaults()
+	first, err := host.LockCard(p, "0000:1b:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = first.Close()
+	sysfs, err := filepath.EvalSymlinks(filepath.Join(p.Sysfs, "bus/pci/devices/0000:1b:00.0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(sysfs, 0o755); err != nil { //nolint:gosec // as in sysfs
+		t.Fatal(err)
+	}
+	err = filepath.WalkDir(h.Root, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		info, err := entry.Info()
+		if err != nil || info.Mode().Perm()&0o004 == 0 || !info.IsDir() && !info.Mode().IsRegular() {
+			return err
+		}
+		foreign, err := os.Open(path)
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { _ = foreign.Close() })
+		return unix.Flock(int(foreign.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	locked := make(chan error, 1)
+	go func() {
+		again, err := host.LockCard(p, "0000:1b:00.0")
+		_ = again.Close()
+		locked <- err
+	}()
+	select {
+	case err := <-locked:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(nvidiatest.Patience):
+		t.Error("another user's lock keeps the card locked")
+	}
+}
+
+func TestACardsLockOutlivesItsFile(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	p := h.Paths().WithDefaults()
+	held, err := host.LockCard(p, "0000:1b:00.0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	waits := make(chan *os.File, 1)
+	go func() {
+		next, err := host.LockCard(p, "0000:1b:00.0")
+		if err != nil {
+			t.Error(err)
+		}
+		waits <- next
+	}()
+	awaitWaiter(t, held)
+	if err := os.Remove(held.Name()); err != nil {
+		t.Fatal(err)
+	}
+	_ = held.Close()
+	next := <-waits
+	there, err := os.Stat(next.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if mine, err := next.Stat(); err != nil || !os.SameFile(mine, there) {
+		t.Error("the lock is on a file that later workers do not find", err)
+	}
+	_ = next.Close()
+}
+
+// awaitWaiter returns when another open file waits for the flock of held.
+func awaitWaiter(t *testing.T, held *os.File) {
+	t.Helper()
+	info, err := held.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	waiter := regexp.MustCompile(fmt.Sprintf(`-> FLOCK .*:%d `, info.Sys().(*syscall.Stat_t).Ino))
+	tick, late := time.NewTicker(time.Millisecond), time.After(nvidiatest.Patience)
+	defer tick.Stop()
+	for {
+		if locks, err := os.ReadFile("/proc/locks"); err != nil || waiter.Match(locks) {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-late:
+			t.Fatal("no file waits for the lock")
+		}
 	}
 }
 

@@ -51,7 +51,7 @@ func (h *requestHandler) do(r request) answer {
 	if err != nil {
 		return answer{Error: r.fail(device.FailureOther, "%v", err)}
 	}
-	defer func() { _ = lock.Close() }() // nothing was written, and closing nil is allowed
+	defer func() { _ = lock.Close() }() // nothing was written
 	if h.partitioner == nil {
 		library, err := h.open(h.paths)
 		if err != nil {
