@@ -2,7 +2,6 @@ package host
 
 import (
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -26,8 +25,7 @@ const majorNVIDIA = 195
 // number in open files, and by name in memory mappings.
 type DeviceNodes struct {
 	numbers map[uint64]bool
-	// like is a part of the paths of all such device nodes. Other files are not examined, because
-	// they may be on a hung file system.
+	// like is a part of the paths of all such device nodes. Other files are not examined.
 	like string
 	// names are parts of the device nodes' paths. Memory mappings show a path and no device number, so
 	// names are needed to find them. Device nodes that processes do not map have none.
@@ -87,8 +85,8 @@ func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
 func VFIONodes(paths ...string) DeviceNodes {
 	found := DeviceNodes{numbers: map[uint64]bool{}, like: likeVFIO}
 	for _, path := range paths {
-		if info, err := os.Stat(path); err == nil && info.Mode()&fs.ModeCharDevice != 0 {
-			found.numbers[hostfile.DeviceNumber(info)] = true
+		if number, is := hostfile.CharDevice(path); is {
+			found.numbers[number] = true
 		}
 	}
 	return found
@@ -157,7 +155,7 @@ func (n DeviceNodes) openIn(process string) bool {
 		if err != nil || !strings.Contains(target, n.like) {
 			continue
 		}
-		if info, err := os.Stat(descriptor); err == nil && info.Mode()&fs.ModeCharDevice != 0 && n.numbers[hostfile.DeviceNumber(info)] {
+		if number, is := hostfile.CharDevice(descriptor); is && n.numbers[number] {
 			return true
 		}
 	}
