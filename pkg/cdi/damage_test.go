@@ -6,10 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 func TestRemovedOrChangedSpecsAreWrittenAgain(t *testing.T) {
@@ -54,6 +57,49 @@ func TestRemovedOrChangedSpecsAreWrittenAgain(t *testing.T) {
 			}
 			if !bytes.Equal(content(), before) {
 				t.Error("the specs are not as before")
+			}
+		})
+	}
+}
+
+// Another program's file at the path of one of our specs must not stop the specs of all claims.
+func TestWhatIsNoFileAtASpecsPathIsReplaced(t *testing.T) {
+	claim := claimPrefix + string(claimUID) + suffix
+	for name, plant := range map[string]func(t *testing.T, path string){
+		"a pipe": durabletest.Pipe,
+		"a socket": func(t *testing.T, path string) {
+			t.Helper()
+			must(t, os.Remove(path))
+			must(t, syscall.Mknod(path, syscall.S_IFSOCK|0o600, 0))
+		},
+		"a link": func(t *testing.T, path string) {
+			t.Helper()
+			must(t, os.Rename(path, path+".theirs"))
+			must(t, os.Symlink(path+".theirs", path))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newStore(t)
+			must(t, errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID)))
+			paths := []string{filepath.Join(s.root, baseFile), filepath.Join(s.root, claim)}
+			for _, path := range paths {
+				plant(t, path)
+			}
+			var missing, still []string
+			var err error
+			durabletest.Returns(t, func() {
+				missing = s.Missing([]types.UID{claimUID})
+				err = errors.Join(s.WriteBase(commonEdits()), writeClaim(s, claimUID))
+				still = s.Missing([]types.UID{claimUID})
+			})
+			must(t, err)
+			if !slices.Equal(missing, []string{baseFile, claim}) || len(still) > 0 {
+				t.Errorf("missing are %q, and after the repair %q", missing, still)
+			}
+			for _, path := range paths {
+				if info, err := os.Lstat(path); err != nil || !info.Mode().IsRegular() {
+					t.Errorf("%s: %v, %v", path, info.Mode(), err)
+				}
 			}
 		})
 	}

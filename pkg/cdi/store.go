@@ -180,8 +180,8 @@ func (s *Store) Claims() ([]types.UID, error) {
 	return slices.Compact(uids), nil
 }
 
-// Missing returns the names of the specs that are not in the CDI directory: those of these claims,
-// and the base spec if this Store has written it.
+// Missing returns the names of the specs that are not in the CDI directory, or no file: those of
+// these claims, and the base spec if this Store has written it.
 func (s *Store) Missing(claims []types.UID) (names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,8 +192,8 @@ func (s *Store) Missing(claims []types.UID) (names []string) {
 		names = append(names, claimPrefix+string(uid)+suffix)
 	}
 	return slices.DeleteFunc(names, func(name string) bool {
-		_, err := os.Stat(filepath.Join(s.root, name))
-		return !errors.Is(err, fs.ErrNotExist)
+		info, err := os.Lstat(filepath.Join(s.root, name))
+		return err == nil && info.Mode().IsRegular() || err != nil && !errors.Is(err, fs.ErrNotExist)
 	})
 }
 
@@ -217,7 +217,8 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	path := filepath.Join(s.root, name)
-	if on, err := os.ReadFile(path); err != nil || always || !bytes.Equal(on, data) {
+	// What cannot be read, such as a pipe, is replaced.
+	if on, err := (durable.OS{}).ReadFile(path); err != nil || always || !bytes.Equal(on, data) {
 		if err := check(data); err != nil {
 			return fmt.Errorf("CDI spec %s: %w", name, err)
 		}

@@ -4,11 +4,13 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 // A record decides what the driver does as root. So a record that another user could have written
@@ -21,6 +23,10 @@ func TestRecordWritableByOthersIsUnreadable(t *testing.T) {
 			t.Helper()
 			elsewhere := filepath.Join(t.TempDir(), "record")
 			return errors.Join(os.Rename(path, elsewhere), os.Symlink(elsewhere, path))
+		},
+		"it is a pipe": func(t *testing.T, path string) error { t.Helper(); durabletest.Pipe(t, path); return nil },
+		"it is a socket": func(_ *testing.T, path string) error {
+			return errors.Join(os.Remove(path), syscall.Mknod(path, syscall.S_IFSOCK|0o600, 0))
 		},
 		"it belongs to another user": func(t *testing.T, path string) error {
 			t.Helper()

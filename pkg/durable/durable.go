@@ -3,7 +3,8 @@
 //
 // A file's content is on disk before the file gets its name, and the directory is on disk before
 // the call returns. Files are trusted only if no other user than this process's (root on a node)
-// can have written them: see [UntrustedError].
+// can have written them: see [UntrustedError]. [OpenRegular] and [ReadRegular] are for files that
+// others write: they never wait for the writer of a pipe.
 //
 // [BootID] tells whether the node was rebooted. [FS] is the part of a file system that this package
 // needs, so that tests can simulate a crash between any two of its calls.
@@ -114,7 +115,7 @@ func MakeDir(disk FS, dir string) error {
 	return nil
 }
 
-// maxSize is the largest file that ReadFile reads. Files of this package are far smaller.
+// maxSize is the largest file that this package reads. The driver's files are far smaller.
 const maxSize = 16 << 20
 
 // OS is the real file system. It does not follow a symlink in the last element of a path. It reads
@@ -191,22 +192,64 @@ func (OS) ReadDir(dir string) ([]string, error) {
 
 // open opens a trusted file or directory for reading. want is fs.ModeDir for a directory, else 0.
 func open(path string, want fs.FileMode) (*os.File, fs.FileInfo, error) {
-	// If path is a pipe, opening it without O_NONBLOCK would wait for a writer.
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
-	if errors.Is(err, syscall.ELOOP) {
+	f, info, err := openNow(path, syscall.O_NOFOLLOW)
+	switch {
+	case errors.Is(err, syscall.ELOOP):
 		return nil, nil, &UntrustedError{path, "it is a symbolic link"}
+	case errors.Is(err, syscall.ENXIO):
+		return nil, nil, &UntrustedError{path, "it is " + kind(fs.ModeSocket)}
+	case err != nil:
+		return nil, nil, err
 	}
+	if err := checkTrusted(path, info, want); err != nil {
+		return nil, nil, errors.Join(err, f.Close())
+	}
+	return f, info, nil
+}
+
+// openNow opens a file for reading. If path is a pipe, opening it without O_NONBLOCK would wait for
+// a writer. The error of a socket is ENXIO.
+func openNow(path string, flags int) (*os.File, fs.FileInfo, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK|flags, 0)
 	if err != nil {
 		return nil, nil, err
 	}
 	info, err := f.Stat()
-	if err == nil {
-		err = checkTrusted(path, info, want)
-	}
 	if err != nil {
 		return nil, nil, errors.Join(err, f.Close())
 	}
 	return f, info, nil
+}
+
+// OpenRegular opens a file for reading that others may write. It follows symlinks. It returns an
+// error if path is no file.
+func OpenRegular(path string) (*os.File, error) {
+	f, info, err := openNow(path, 0)
+	if errors.Is(err, syscall.ENXIO) {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: errors.New("it is " + kind(fs.ModeSocket))}
+	}
+	if err == nil && !info.Mode().IsRegular() {
+		err = errors.Join(&fs.PathError{Op: "open", Path: path, Err: errors.New("it is " + kind(info.Mode()))}, f.Close())
+	}
+	if err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// ReadRegular returns the content of a file that others may write, such as the settings. Like
+// [OpenRegular] it follows symlinks, and refuses what is no file.
+func ReadRegular(path string) ([]byte, error) {
+	f, err := OpenRegular(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
+	if err == nil && len(data) > maxSize {
+		err = &fs.PathError{Op: "read", Path: path, Err: syscall.EFBIG}
+	}
+	return data, err
 }
 
 // UntrustedError says that another user can have written a file, or can change a directory. The

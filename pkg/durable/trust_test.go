@@ -50,6 +50,10 @@ var planted = map[string]struct {
 	"a directory": {func(t *testing.T, path, _ string) { t.Helper(); must(t, os.Mkdir(path, 0o700)) }, "a directory"},
 	"a pipe without writer": {func(t *testing.T, path, _ string) { t.Helper(); must(t, syscall.Mkfifo(path, 0o600)) },
 		"a device, pipe or socket"},
+	"a socket": {func(t *testing.T, path, _ string) {
+		t.Helper()
+		must(t, syscall.Mknod(path, syscall.S_IFSOCK|0o600, 0))
+	}, "a device, pipe or socket"},
 	"an endless device": {func(t *testing.T, path, _ string) {
 		t.Helper()
 		needRoot(t)
@@ -153,5 +157,31 @@ func TestUntrustedDirectoryIsRefused(t *testing.T) {
 				t.Errorf("MakeDir accepted it: %v", err)
 			}
 		})
+	}
+}
+
+func TestOnlyAFileOfOthersIsRead(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "settings")
+	for name, c := range planted {
+		if !strings.Contains(c.reason, "device") && !strings.Contains(c.reason, "directory") && !strings.Contains(c.reason, "bytes") {
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			c.plant(t, path, "")
+			t.Cleanup(func() { must(t, os.Remove(path)) })
+			if raw, err := durable.ReadRegular(path); err == nil || !strings.Contains(err.Error(), path) {
+				t.Errorf("read %.20q, %v", raw, err)
+			}
+		})
+	}
+	write(t, path+".1", 0o646)
+	must(t, os.Symlink(path+".1", path)) // as in the mount of a ConfigMap
+	if raw, err := durable.ReadRegular(path); err != nil || string(raw) != "theirs" {
+		t.Errorf("read %q, %v", raw, err)
+	}
+	must(t, os.Remove(path))
+	if _, err := durable.ReadRegular(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("without the file: %v", err)
 	}
 }

@@ -13,7 +13,9 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 func TestResetDuringPluginDowntimeIsNoticed(t *testing.T) {
@@ -252,6 +254,21 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 				t.Errorf("the next start: %v", err)
 			}
 		})
+	}
+}
+
+func TestPipeInPlaceOfTheFindingsIsSetAside(t *testing.T) {
+	w := newTestMonitor(t, nil)
+	s := Store{Disk: durable.OS{}, Path: filepath.Join(t.TempDir(), "health.json"), BootID: "boot-1"}
+	durabletest.Pipe(t, s.Path)
+	m := New(nil, w.now)
+	var first, next error
+	durabletest.Returns(t, func() { first, next = s.Load(m, w.now), s.Load(m, w.now) })
+	if first == nil || !strings.Contains(first.Error(), s.Path) || next != nil {
+		t.Errorf("first %v, then %v", first, next)
+	}
+	if err := s.Save(w.Monitor); err != nil {
+		t.Error(err)
 	}
 }
 

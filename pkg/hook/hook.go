@@ -152,7 +152,7 @@ func copyPrefix(target string) string {
 }
 
 func digestOf(path string) (sum [sha256.Size]byte, err error) {
-	f, err := os.Open(path)
+	f, err := durable.OpenRegular(path)
 	if err != nil {
 		return sum, err
 	}
@@ -166,7 +166,7 @@ func digestOf(path string) (sum [sha256.Size]byte, err error) {
 // program never runs, and a running one is not disturbed. It syncs the copy first, so that a power
 // cut does not leave an empty file.
 func (h *Hook) replace() error {
-	from, err := os.Open(h.source)
+	from, err := durable.OpenRegular(h.source)
 	if err != nil {
 		return err
 	}

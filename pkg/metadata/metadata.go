@@ -128,8 +128,9 @@ func (f *Files) write(c Claim, r Request) error {
 	if err != nil {
 		return err
 	}
-	there, err := os.ReadFile(path)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	there, err := durable.OS{}.ReadFile(path)
+	// What is not this driver's file, such as a pipe, is replaced.
+	if untrusted := new(durable.UntrustedError); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.As(err, &untrusted) {
 		return fmt.Errorf("read device metadata: %w", err)
 	}
 	var old metadata.DeviceMetadata // its generation is 0 if there is no file, or a damaged one

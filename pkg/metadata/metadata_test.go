@@ -23,6 +23,7 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 var (
@@ -329,5 +330,21 @@ func BenchmarkWrite(b *testing.B) {
 				}
 			}
 		})
+	}
+}
+
+func TestPipeInPlaceOfAFileIsReplaced(t *testing.T) {
+	f := NewFiles(t.TempDir())
+	_, path, err := f.path(claim.UID, "gpu")
+	if err != nil {
+		t.Fatal(err)
+	}
+	durabletest.Pipe(t, path)
+	durabletest.Returns(t, func() { err = f.write(claim, request("gpu", "GPU-1")) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m := read(t, path); m.Generation != 1 {
+		t.Errorf("generation %d", m.Generation)
 	}
 }

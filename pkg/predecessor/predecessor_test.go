@@ -16,6 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 const (
@@ -286,6 +287,17 @@ func TestWorldWritableCheckpointIsRejected(t *testing.T) {
 	}
 	if claims, err := s.Claims(); err != nil || len(claims) == 0 {
 		t.Errorf("after a chmod to 0600: %v, %v", claims, err)
+	}
+}
+
+func TestPipeInPlaceOfTheCheckpointIsRejected(t *testing.T) {
+	dir := t.TempDir()
+	s := NewStore(dir, filepath.Join(dir, "state"), driver, boot, durable.OS{})
+	durabletest.Pipe(t, s.Path())
+	var err error
+	durabletest.Returns(t, func() { _, err = s.Claims() })
+	if unreadable := new(UnreadableError); !errors.As(err, &unreadable) || !strings.Contains(err.Error(), "a device, pipe or socket") {
+		t.Errorf("got %v", err)
 	}
 }
 

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -107,10 +106,7 @@ func (s *Store) left() ([]Claim, error) {
 func (s *Store) read() ([]Claim, error) {
 	// This driver destroys MIG instances that the checkpoint names, so only root may be able to write
 	// the checkpoint.
-	if err := durable.CheckFile(s.path); err != nil {
-		return nil, err
-	}
-	raw, err := os.ReadFile(s.path)
+	raw, err := durable.OS{}.ReadFile(s.path)
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gofrs/flock"
+	"golang.org/x/sys/unix"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
@@ -38,7 +39,8 @@ func AcquireInstanceLock(ctx context.Context, pluginDir string) (*InstanceLock, 
 		if err := durable.CheckDir(pluginDir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, fmt.Errorf("use the plugin directory: %w", err)
 		}
-		l := &InstanceLock{flock.New(filepath.Join(pluginDir, instanceLockFile), flock.SetPermissions(0o600))}
+		l := &InstanceLock{flock.New(filepath.Join(pluginDir, instanceLockFile), flock.SetPermissions(0o600),
+			flock.SetFlag(os.O_CREATE|os.O_RDONLY|unix.O_NONBLOCK))}
 		_, err := l.file.TryRLockContext(ctx, instanceLockPoll)
 		if err == nil && l.inPlace() {
 			return l, nil
@@ -60,7 +62,7 @@ func (l *InstanceLock) TryExclusive() (bool, error) {
 	l.Release() // release first: if two instances upgraded their shared locks, both would fail
 	// This lock must not create the file: if the file is missing, another plugin instance has cleaned
 	// up the node.
-	l.file = flock.New(l.file.Path(), flock.SetFlag(os.O_RDONLY))
+	l.file = flock.New(l.file.Path(), flock.SetFlag(os.O_RDONLY|unix.O_NONBLOCK))
 	alone, err := l.file.TryLock()
 	if errors.Is(err, fs.ErrNotExist) || alone && !l.inPlace() {
 		l.Release()

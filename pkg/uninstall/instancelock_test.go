@@ -6,6 +6,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 func lockInstance(t *testing.T, dir string) *InstanceLock {
@@ -93,4 +95,17 @@ func TestInstanceStartedDuringCleanupHasDirectory(t *testing.T) {
 	if other := lockInstance(t, dir); tryExclusive(t, other) {
 		t.Error("exclusive although the new instance runs")
 	}
+}
+
+func TestPipeInPlaceOfTheLockFileDoesNotStopAnInstance(t *testing.T) {
+	dir := t.TempDir()
+	durabletest.Pipe(t, filepath.Join(dir, instanceLockFile))
+	durabletest.Returns(t, func() {
+		if l, err := AcquireInstanceLock(t.Context(), dir); err != nil {
+			t.Error(err)
+		} else {
+			_ = tryExclusive(t, l)
+			l.Release()
+		}
+	})
 }

@@ -11,6 +11,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -120,15 +122,15 @@ func (f *follower) poll() {
 // readNew returns the complete lines that were added to a log file since the last call. It splits a
 // line that is longer than maxLine.
 func (f *follower) readNew(path string) []byte {
-	info, err := os.Lstat(path)
-	if err != nil || !info.Mode().IsRegular() {
-		return nil
-	}
-	file, err := os.Open(path)
+	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil
 	}
 	defer func() { _ = file.Close() }()
+	info, err := file.Stat()
+	if err != nil || !info.Mode().IsRegular() {
+		return nil
+	}
 	if info.Size() < f.read[path] {
 		f.read[path] = 0 // The file was truncated.
 	}

@@ -17,11 +17,13 @@ import (
 	"os"
 	"path/filepath"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/gofrs/flock"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/wake"
 )
 
@@ -53,11 +55,17 @@ type Lock struct {
 // node share.
 func New(dir string) *Lock {
 	return &Lock{
-		lock:        flock.New(filepath.Join(dir, "publisher.lock")),
+		lock:        newFlock(filepath.Join(dir, "publisher.lock")),
 		started:     time.Now(),
 		requestPath: filepath.Join(dir, "publisher.request"),
 		leadsAgain:  wake.New(),
 	}
+}
+
+// newFlock returns the lock on a file that only root can open. The open never waits, even if the
+// file is a pipe.
+func newFlock(path string) *flock.Flock {
+	return flock.New(path, flock.SetPermissions(0o600), flock.SetFlag(os.O_CREATE|os.O_RDONLY|syscall.O_NONBLOCK))
 }
 
 // NewerLeads reports whether a newer instance leads, as far as this instance has seen.
@@ -74,7 +82,7 @@ var errHandover = errors.New("a newer instance of the plugin asked to lead")
 // up. The returned context ends with ctx, at Release, and when a newer instance asks to lead.
 // Acquire returns an error if ctx ends or a lock file cannot be locked.
 func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
-	request := flock.New(l.requestPath)
+	request := newFlock(l.requestPath)
 	defer func() { _ = request.Unlock() }()
 	if !l.findNewer() { // first without the lock, which asks an older leader
 		if _, err := request.TryLockContext(ctx, lockPoll); err != nil {
@@ -118,7 +126,7 @@ func (l *Lock) findNewer() bool {
 // leaderStarted returns the start time of the last leader, or the zero time if it is unknown. It
 // ignores a time in the future, because the clock was set back.
 func (l *Lock) leaderStarted() (started time.Time) {
-	text, err := os.ReadFile(l.lock.Path())
+	text, err := durable.OS{}.ReadFile(l.lock.Path())
 	if err != nil || started.UnmarshalText(text) != nil || started.After(time.Now()) {
 		return time.Time{}
 	}
@@ -147,7 +155,7 @@ func (l *Lock) Release(ctx context.Context) {
 
 // watchRequests resigns when a newer plugin instance asks to lead. It ends with the context.
 func (l *Lock) watchRequests(ctx context.Context, resign context.CancelCauseFunc) {
-	request := flock.New(l.requestPath)
+	request := newFlock(l.requestPath)
 	for {
 		select {
 		case <-ctx.Done():

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 // acquire returns a channel that is closed when l no longer leads.
@@ -155,5 +157,22 @@ func TestNewestOfThreeInstancesLeads(t *testing.T) {
 func TestAcquireFailsWithoutLockDirectory(t *testing.T) {
 	if _, err := New(filepath.Join(t.TempDir(), "missing")).Acquire(t.Context()); err == nil {
 		t.Fatal("acquired a lock in a missing directory")
+	}
+}
+
+func TestPipesInPlaceOfTheLockFilesDoNotStopAnInstance(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"publisher.lock", "publisher.request"} {
+		durabletest.Pipe(t, filepath.Join(dir, name))
+	}
+	var err error
+	l := New(dir)
+	durabletest.Returns(t, func() {
+		if _, err = l.Acquire(t.Context()); err == nil {
+			l.Release(t.Context())
+		}
+	})
+	if err != nil {
+		t.Error(err)
 	}
 }
