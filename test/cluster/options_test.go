@@ -53,7 +53,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		{"a relative hook", `"hook.sh"`, Options{Nodes: []NodeOptions{{BootHook: []string{"hook.sh"}}}}},
 		{"a relative mount", `"data"`, Options{Nodes: []NodeOptions{{Mounts: []Mount{{Source: "data"}}}}}},
 		{"nodes with a control plane alone", "control plane only", Options{ControlPlaneOnly: true, Nodes: make([]NodeOptions, 1)}},
-		{"an unknown Kubernetes", "v1.37.0", Options{Kubernetes: "1.12"}},
+		{"an unknown Kubernetes", "v1.37.2", Options{Kubernetes: "1.12"}},
 		{"a path as version", `"../1.37"`, Options{Kubernetes: "../1.37"}},
 		{"a containerd pre-release", "v1.7.35", Options{Containerd: "v1.7.0-rc.1"}},
 		{"too many nodes", "101 nodes", Options{Nodes: make([]NodeOptions, 101)}},
