@@ -220,7 +220,11 @@ func (w *world) testRenumbering(t *testing.T) {
 		return strings.Contains(events, "unresolvable CDI devices"), events
 	})
 
-	w.nvmlsim(t, h100, "restore", lost)
+	eventually(t, 20*time.Second, "the new driver says that it lacks the GPU", func() (bool, string) {
+		taints := w.taints(t, h100)[u.device("first")]
+		return !slices.Contains(taints, illTaint) && slices.Contains(taints, "gpu.nvidia.com/gpu-lost=:NoSchedule"), fmt.Sprint(taints)
+	})
+	w.nvmlsim(t, h100, "plug", lost)
 	u.inNewContainers(map[string]string{"first": before["first"]})
 	if got, want := u.visible("first", "main"), u.allocated("first", "gpu"); !slices.Equal(got, want) {
 		t.Errorf("the first Pod sees %v, it was given %v", got, want)
