@@ -255,7 +255,7 @@ bench-quick: build
 	$(BENCH) -quick $(BENCH_ARGS)
 
 .PHONY: bench-scale
-bench-scale: build ## Measure schedulers with our slices of 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.0")
+bench-scale: build ## Measure schedulers with our slices of 500 nodes, on an idle machine (root; SCALE_ARGS="-kubernetes v1.37.2")
 	go run ./test/bench/cmd/scale -program $(BUILD)/bin/gpu-kubelet-plugin -json $(BUILD)/scale.json $(SCALE_ARGS)
 
 # Runs of each benchmark: benchstat needs ten to distinguish a change from noise.
