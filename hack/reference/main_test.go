@@ -36,7 +36,7 @@ func TestSupportTablesDistinguishGates(t *testing.T) {
 		},
 	}}
 	for table, rows := range map[string][]string{
-		pairTable(runs):    {"| v1.34.4 | not run | passed |", "| v1.37.0 | not run | not run |"},
+		pairTable(runs):    {"| v1.34.4 | not run | passed |", "| v1.37.2 | not run | not run |"},
 		featureTable(runs): {"| taint | with the gates | not run |", "| share | no: none. With the gates: no: rejected | not run |"},
 		apiTable(runs):     {"| `DRADeviceTaints` | off | not run |", "| versions of `resource.k8s.io` | v1 | not run |"},
 	} {
