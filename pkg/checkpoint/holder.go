@@ -93,7 +93,7 @@ func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 	if err != nil {
 		return Holder{}, false, err
 	}
-	found, err = holderFormat.Read(s.disk, path, &h)
+	found, err = s.read(holderFormat, path, &h)
 	if err != nil || !found {
 		return Holder{}, found, err
 	}

@@ -45,12 +45,13 @@ func TestMarkLastsUntilUnmark(t *testing.T) {
 	disk.PowerCut()
 	marked(gpu0, false)
 
-	broken := &Store{disk: &brokenReads{Disk: disk, err: syscall.EMFILE}, marks: s.marks}
-	if _, _, err := broken.Marked(gpu0); err == nil || !strings.Contains(err.Error(), gpu0) {
+	disk.Put(filepath.Join(s.marks, gpu0), nil)
+	disk.FailReads(filepath.Join(s.marks, gpu0), syscall.EMFILE)
+	if _, _, err := s.Marked(gpu0); err == nil || !strings.Contains(err.Error(), gpu0) {
 		t.Error(err)
 	}
-	mark := func(gpu string) error { return broken.Mark(gpu, "boot-1") }
-	for _, do := range []func(string) error{mark, broken.Unmark} {
+	mark := func(gpu string) error { return s.Mark(gpu, "boot-1") }
+	for _, do := range []func(string) error{mark, s.Unmark} {
 		if err := do(gpu0); err == nil {
 			t.Error("a mark that cannot be read was passed over")
 		}

@@ -19,6 +19,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"syscall"
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -41,6 +43,9 @@ const (
 	// allDevices replaces the list of devices in a file name that would be longer than maxName.
 	allDevices = "all"
 	maxName    = 255
+	// lostAfter is how long the reads of a file must fail with I/O errors until its content counts as
+	// lost. The path to a disk, for example over the network, may come back before.
+	lostAfter = time.Minute
 )
 
 // Store reads, writes and deletes the checkpoint records of the claims on a node, and the files of
@@ -51,6 +56,8 @@ type Store struct {
 	quarantine string
 	marks      string
 	holders    string
+	// failing has, by the path of a file, since when its reads fail with I/O errors.
+	failing sync.Map
 }
 
 // At returns the store in dir for a caller that only reads. It creates no directories.
@@ -80,6 +87,22 @@ type Entry struct {
 	// Devices is empty, and only the record itself lists the devices.
 	Inexact bool
 	file    string
+}
+
+// read decodes the file at path into v, as [statefile.Format.Read] does. Once its reads have failed
+// with I/O errors for lostAfter, it is unreadable ([statefile.UnreadableError]), as a bad sector
+// stays bad.
+func (s *Store) read(format statefile.Format, path string, v any) (found bool, err error) {
+	found, err = format.Read(s.disk, path, v)
+	if !errors.Is(err, syscall.EIO) {
+		s.failing.Delete(path)
+		return found, err
+	}
+	since, _ := s.failing.LoadOrStore(path, time.Now())
+	if time.Since(since.(time.Time)) >= lostAfter {
+		return true, &statefile.UnreadableError{Path: path, Reason: err.Error()}
+	}
+	return true, fmt.Errorf("%w: later calls read it again, and give it up if that fails for %s", err, lostAfter)
 }
 
 // list returns what parse finds in the names of the files in dir, sorted by these names. It skips
@@ -164,7 +187,7 @@ func (s *Store) Readable() ([]Record, error) {
 	var records []Record
 	for _, e := range entries {
 		var r Record
-		if found, err := recordFormat.Read(s.disk, filepath.Join(s.claims, e.file), &r); err == nil && found && r.ClaimUID == e.ClaimUID {
+		if found, err := s.read(recordFormat, filepath.Join(s.claims, e.file), &r); err == nil && found && r.ClaimUID == e.ClaimUID {
 			records = append(records, r)
 		}
 	}
@@ -185,7 +208,7 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	var unreadable *statefile.UnreadableError
 	for _, e := range entries {
 		path, r = filepath.Join(s.claims, e.file), Record{}
-		found, err = recordFormat.Read(s.disk, path, &r)
+		found, err = s.read(recordFormat, path, &r)
 		if err != nil && !errors.As(err, &unreadable) {
 			return Record{}, true, err
 		}
@@ -247,6 +270,7 @@ func (s *Store) quarantineFile(path, name string) (string, error) {
 	if err := s.disk.Rename(path, to); err != nil {
 		return "", err
 	}
+	s.failing.Delete(path) // the claim may get a new record of this name
 	return to, errors.Join(s.disk.SyncDir(s.quarantine), s.disk.SyncDir(filepath.Dir(path)))
 }
 
@@ -312,7 +336,7 @@ func (s *Store) Unmark(gpu string) error {
 // The boot of a damaged mark is "". Then claims read the hardware, but nothing is proved.
 func (s *Store) Marked(gpu string) (bootID string, marked bool, _ error) {
 	var m mark
-	marked, err := markFormat.Read(s.disk, filepath.Join(s.marks, gpu), &m)
+	marked, err := s.read(markFormat, filepath.Join(s.marks, gpu), &m)
 	var unreadable *statefile.UnreadableError
 	if errors.As(err, &unreadable) {
 		return "", true, nil

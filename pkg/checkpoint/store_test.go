@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -217,28 +218,33 @@ func TestBadRecordAffectsNoOther(t *testing.T) {
 	}
 }
 
-func TestTransientReadErrorsAreNotUnreadable(t *testing.T) {
-	for err, unreadable := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
-		disk := &brokenReads{Disk: durabletest.New(), err: err}
-		s, oerr := Open("/state", disk)
-		if oerr != nil {
-			t.Fatal(oerr)
-		}
-		save(t, s, newRecord(gpu0))
-		_, found, got := s.Load(uid)
-		var u *statefile.UnreadableError
-		if !found || got == nil || errors.As(got, &u) != unreadable {
-			t.Errorf("%v: %v, %v", err, found, got)
-		}
+func TestOnlyAnIOErrorThatLastsMeansUnreadable(t *testing.T) {
+	for failure, lost := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
+		synctest.Test(t, func(t *testing.T) {
+			disk := durabletest.New()
+			s := open(t, disk)
+			path := save(t, s, newRecord(gpu0))
+			fails := func(unreadable bool) {
+				t.Helper()
+				disk.FailReads(path, failure)
+				var u *statefile.UnreadableError
+				if _, found, err := s.Load(uid); !found || err == nil || errors.As(err, &u) != unreadable {
+					t.Errorf("%v: %v, %v", failure, found, err)
+				}
+			}
+			fails(false)
+			<-time.After(lostAfter - 1)
+			fails(false)
+			disk.FailReads(path, nil)
+			if _, _, err := s.Load(uid); err != nil {
+				t.Error(err)
+			}
+			fails(false) // the read between has succeeded
+			<-time.After(lostAfter)
+			fails(lost)
+		})
 	}
 }
-
-type brokenReads struct {
-	*durabletest.Disk
-	err error
-}
-
-func (b *brokenReads) ReadFile(string) ([]byte, error) { return nil, b.err }
 
 func TestTwoRecordsOfOneClaimAreUnreadable(t *testing.T) {
 	disk := durabletest.New()
@@ -280,13 +286,11 @@ func TestNewerRecordWinsOverAnotherRecordOfItsClaim(t *testing.T) {
 
 // While one of a claim's two records cannot be read, it may be one of a later version.
 func TestTwoRecordsAreNotUnreadableWhileReadsFail(t *testing.T) {
-	disk := &brokenReads{Disk: durabletest.New(), err: syscall.EMFILE}
-	s, err := Open("/state", disk)
-	if err != nil {
-		t.Fatal(err)
+	disk := durabletest.New()
+	s := open(t, disk)
+	for _, gpu := range []string{gpu0, gpu1} {
+		disk.FailReads(save(t, s, newRecord(gpu)), syscall.EMFILE)
 	}
-	save(t, s, newRecord(gpu0))
-	save(t, s, newRecord(gpu1))
 	_, found, err := s.Load(uid)
 	var unreadable *statefile.UnreadableError
 	if !found || !errors.Is(err, syscall.EMFILE) || errors.As(err, &unreadable) {

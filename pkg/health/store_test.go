@@ -257,6 +257,28 @@ func TestUnreadableFileIsSetAside(t *testing.T) {
 	}
 }
 
+// The plugin loads the findings again when it becomes the leader, before it first saves.
+func TestOneFailedReadKeepsTheFindings(t *testing.T) {
+	s, disk := newStore()
+	w := newTestMonitor(t, nil)
+	w.sendXID(95)
+	if err := s.Save(w.Monitor); err != nil {
+		t.Fatal(err)
+	}
+	m := New(nil, w.now)
+	disk.FailReads(s.Path, syscall.EIO)
+	if err := s.Load(m, w.now); !errors.Is(err, syscall.EIO) {
+		t.Error(err)
+	}
+	disk.FailReads(s.Path, nil)
+	if err := s.Load(m, w.now); err != nil {
+		t.Fatal(err)
+	}
+	if f := m.View().Findings(address); len(f) != 1 || f[0].Code != "xid-95" {
+		t.Errorf("%+v", f)
+	}
+}
+
 func TestPipeInPlaceOfTheFindingsIsSetAside(t *testing.T) {
 	w := newTestMonitor(t, nil)
 	s := Store{Disk: durable.OS{}, Path: filepath.Join(t.TempDir(), "health.json"), BootID: "boot-1"}

@@ -4,11 +4,16 @@
 package prepare_test
 
 import (
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"testing/synctest"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
@@ -117,6 +122,74 @@ func TestUnreadableRecordBlocksItsGPUUntilUnprepare(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A disk that does not answer for a moment, such as one on the network, gives the same error as a
+// bad sector. A quarantine would leave the claim's MIG instance behind, and forget a GPU's original
+// time slice.
+func TestOneFailedReadQuarantinesNothing(t *testing.T) {
+	record := func(t *testing.T, w *world) string { t.Helper(); return recordFile(t, w, "uid-c") }
+	holder := func(_ *testing.T, w *world) string { return filepath.Join(state, "holders", w.holders()[0]) }
+	part := newClaim("c", allocated("r", small0))
+	unprepare := func(t *testing.T, p *plugin) error { t.Helper(); return p.Unprepare(t.Context(), "uid-c") }
+	for name, c := range map[string]struct {
+		claim *resourceapi.ResourceClaim
+		file  func(*testing.T, *world) string
+		call  func(*testing.T, *plugin) error
+	}{
+		"of the record in Unprepare": {part, record, unprepare},
+		"of the record in Prepare": {part, record, func(t *testing.T, p *plugin) error {
+			t.Helper()
+			_, err := p.Prepare(t.Context(), part)
+			return err
+		}},
+		"of a shared setting's file in Unprepare": {sliced, holder, unprepare},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			h := withMPS(w)
+			p := w.plugin(t)
+			mustPrepare(t, p, c.claim)
+			file := c.file(t, w)
+			w.disk.FailReads(file, syscall.EIO)
+			if err := c.call(t, p); cause.Of(err) != cause.Record || !errors.Is(err, syscall.EIO) || !strings.Contains(err.Error(), file) {
+				t.Errorf("the error does not tell of the failed read: %v", err)
+			}
+			w.disk.FailReads(file, nil)
+			mustUnprepare(t, p, "uid-c")
+			checkClean(t, w)
+			kept := append(w.disk.Names(filepath.Join(state, "quarantine")), w.holders()...)
+			if len(kept) != 0 || len(h.of(t, gpu0).Instances) != 0 {
+				t.Errorf("files left: %q, the GPU has %d instances", kept, len(h.of(t, gpu0).Instances))
+			}
+		})
+	}
+}
+
+// A bad sector stays bad, and must not keep the claim's Pod for ever.
+func TestReadErrorThatLastsEndsInQuarantine(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		p := w.plugin(t)
+		for range 2 { // an error of the second record is not the one of the first
+			mustPrepare(t, p, newClaim("c", allocated("r", gpu0)))
+			file := recordFile(t, w, "uid-c")
+			w.disk.FailReads(file, syscall.EIO)
+			for _, after := range []time.Duration{0, 10 * time.Second} {
+				<-time.After(after)
+				if err := p.Unprepare(t.Context(), "uid-c"); err == nil || len(w.records()) != 1 {
+					t.Errorf("unprepared at once, with records %q: %v", w.records(), err)
+				}
+			}
+			<-time.After(time.Minute)
+			mustUnprepare(t, p, "uid-c")
+			checkClean(t, w)
+			w.disk.FailReads(file, nil)
+		}
+		if kept := w.disk.Names(filepath.Join(state, "quarantine")); len(kept) != 2 {
+			t.Errorf("the quarantine has %q", kept)
+		}
+	})
 }
 
 // The claim of an unreadable record was deleted, so no call unprepares it. The error of a

@@ -27,7 +27,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"syscall"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
@@ -75,16 +74,13 @@ func (e *NewerError) Error() string {
 
 // Read decodes the payload of the file at path into v. found is false, without an error, if the
 // file does not exist. If err is an [*UnreadableError] or a [*NewerError], the file cannot be used.
+// With any other error the read may succeed later.
 func (f Format) Read(disk durable.FS, path string, v any) (found bool, err error) {
 	raw, err := disk.ReadFile(path)
 	var untrusted *durable.UntrustedError
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return false, nil
-	case errors.Is(err, syscall.EIO):
-		// A bad disk sector stays bad, so the content is lost. Other read errors, such as too many open
-		// files, may pass.
-		return true, &UnreadableError{Path: path, Reason: err.Error()}
 	case errors.As(err, &untrusted):
 		// The files decide what this process does as root, so another user's content is never used.
 		return true, &UnreadableError{Path: path, Reason: untrusted.Reason}

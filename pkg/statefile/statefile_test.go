@@ -2,7 +2,6 @@ package statefile_test
 
 import (
 	"errors"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -115,20 +114,15 @@ func written(t *testing.T, payload any) []byte {
 	return raw
 }
 
-func TestOnlyAReadErrorThatLastsMeansUnreadable(t *testing.T) {
-	for err, lasting := range map[error]bool{syscall.EMFILE: false, syscall.EACCES: false, syscall.EIO: true} {
-		disk := &brokenReads{durabletest.New(), err}
+// Not even an I/O error proves that the content is lost: the path to the disk may come back.
+func TestFailedReadIsNotUnreadable(t *testing.T) {
+	for _, failure := range []error{syscall.EMFILE, syscall.EACCES, syscall.EIO} {
+		disk := durabletest.New()
+		disk.Put(path, written(t, "x"))
+		disk.FailReads(path, failure)
 		var unreadable *statefile.UnreadableError
-		if found, got := format.Read(disk, filepath.Join("/state", "x"), new(string)); !found || got == nil ||
-			errors.As(got, &unreadable) != lasting {
-			t.Errorf("%v: %v, %v", err, found, got)
+		if found, err := format.Read(disk, path, new(string)); !found || !errors.Is(err, failure) || errors.As(err, &unreadable) {
+			t.Errorf("%v: %v, %v", failure, found, err)
 		}
 	}
 }
-
-type brokenReads struct {
-	*durabletest.Disk
-	err error
-}
-
-func (b *brokenReads) ReadFile(string) ([]byte, error) { return nil, b.err }

@@ -30,13 +30,15 @@ type Disk struct {
 	failAt  int
 	failure error
 	stopped bool
+	// unread has the errors with which reads fail, by path.
+	unread map[string]error
 }
 
 var _ durable.FS = &Disk{}
 
 // New returns an empty fake disk that works until a test sets a fault.
 func New() *Disk {
-	return &Disk{visible: map[string][]byte{}, synced: map[string][]byte{}, dirs: map[string]bool{}}
+	return &Disk{visible: map[string][]byte{}, synced: map[string][]byte{}, dirs: map[string]bool{}, unread: map[string]error{}}
 }
 
 // StopAt lets the disk crash at the n-th write from now on, counted from 1.
@@ -51,6 +53,13 @@ func (d *Disk) FailAt(n int, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.writes, d.failAt, d.failure = 0, n, err
+}
+
+// FailReads lets each read of the file fail with err from now on. If err is nil, it ends that.
+func (d *Disk) FailReads(path string, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.unread[path] = err
 }
 
 // Stopped reports whether the crash that StopAt sets has happened.
@@ -111,7 +120,7 @@ func (d *Disk) PowerCutKeeping(written func(dir string) bool) {
 func (d *Disk) Clone() *Disk {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return &Disk{visible: maps.Clone(d.visible), synced: maps.Clone(d.synced), dirs: maps.Clone(d.dirs)}
+	return &Disk{visible: maps.Clone(d.visible), synced: maps.Clone(d.synced), dirs: maps.Clone(d.dirs), unread: map[string]error{}}
 }
 
 // State returns the content of every file: visible as a process sees it, and synced as it would be
@@ -243,6 +252,9 @@ func (d *Disk) ReadFile(path string) ([]byte, error) {
 	data, ok := d.visible[path]
 	if !ok {
 		return nil, fs.ErrNotExist
+	}
+	if err := d.unread[path]; err != nil {
+		return nil, err
 	}
 	return data, nil
 }
