@@ -79,12 +79,12 @@ func Open(dir string, disk durable.FS) (*Store, error) {
 	return s, nil
 }
 
-// Entry is what the file name of a claim's record says: the claim's UID and its devices.
+// Entry tells of a claim's record which claim it is for and which devices that claim has.
 type Entry struct {
 	ClaimUID types.UID
 	Devices  []string
-	// Inexact means that the names of the claim's devices were too long for the file name. Then
-	// Devices is empty, and only the record itself lists the devices.
+	// Inexact means that the claim's devices are unknown: their names were too long for the file name,
+	// and the record cannot be read. Then Devices is empty, and the claim may have any device.
 	Inexact bool
 	file    string
 }
@@ -122,13 +122,33 @@ func list[T any](s *Store, dir, what string, parse func(name string) (T, bool)) 
 	return all, nil
 }
 
-// List returns an entry for each record, from the file names alone and sorted by them. It ignores
-// files that are not records.
-func (s *Store) List() ([]Entry, error) { return list(s, s.claims, "the records", parseFileName) }
+// List returns an entry for each record, sorted by file name. It reads only the records whose file
+// names do not list their devices. It ignores files that are not records.
+func (s *Store) List() ([]Entry, error) {
+	entries, err := s.fileNames()
+	listed := entries[:0]
+	for _, e := range entries {
+		if e.Inexact {
+			var r Record
+			found, err := s.read(recordFormat, filepath.Join(s.claims, e.file), &r)
+			if err == nil && !found {
+				continue // another call has just removed it
+			}
+			if err == nil && r.ClaimUID == e.ClaimUID {
+				e.Devices, e.Inexact = r.OccupiedDevices(), false
+			}
+		}
+		listed = append(listed, e)
+	}
+	return listed, err
+}
 
-// listClaim lists the records of one claim.
+// fileNames returns what the file names of the records say, sorted by them.
+func (s *Store) fileNames() ([]Entry, error) { return list(s, s.claims, "the records", parseFileName) }
+
+// listClaim lists the records of one claim, by their file names alone.
 func (s *Store) listClaim(uid types.UID) ([]Entry, error) {
-	entries, err := s.List()
+	entries, err := s.fileNames()
 	return slices.DeleteFunc(entries, func(e Entry) bool { return e.ClaimUID != uid }), err
 }
 
@@ -180,7 +200,7 @@ func (s *Store) SyncDirs(holders bool) error {
 
 // Readable returns all records that can be read, sorted by their file names.
 func (s *Store) Readable() ([]Record, error) {
-	entries, err := s.List()
+	entries, err := s.fileNames()
 	if err != nil {
 		return nil, err
 	}

@@ -99,7 +99,8 @@ func holds(e Entry, device string) bool {
 	return e.Inexact || slices.Contains(e.Devices, device)
 }
 
-func TestFileNameListsDevices(t *testing.T) {
+// The record lists the devices if there are too many for its file name.
+func TestListKnowsDevices(t *testing.T) {
 	many := make([]string, 13)
 	for i := range many {
 		many[i] = fmt.Sprintf("gpu-0000-%02x-00-0", i)
@@ -109,31 +110,34 @@ func TestFileNameListsDevices(t *testing.T) {
 	partitioned := newRecord(gpu0, gpu1)
 	partitioned.Devices[0].Device += "-mig-19-4"
 	for _, c := range []struct {
-		name    string
-		record  Record
-		holds   []string
-		free    []string
-		inexact bool
+		name   string
+		record Record
+		holds  []string
+		free   []string
+		many   bool
 	}{
 		{"one GPU", newRecord(gpu0), []string{gpu0}, []string{gpu1}, false},
 		{"one GPU for two requests", newRecord(gpu0, gpu0), []string{gpu0}, []string{gpu1}, false},
 		{"admin access", admin, nil, []string{gpu0}, false},
 		{"a partition and a GPU", partitioned, []string{gpu0 + "-mig-19-4", gpu1}, []string{gpu0, gpu0 + "-mig-19-3"}, false},
-		{"more GPUs than fit", newRecord(many...), []string{many[0], gpu1}, nil, true},
+		{"more GPUs than fit", newRecord(many...), many, []string{gpu1}, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			s := open(t, durabletest.New())
-			if path := save(t, s, c.record); len(filepath.Base(path)) > 255 {
+			disk := durabletest.New()
+			s := open(t, disk)
+			path := save(t, s, c.record)
+			if len(filepath.Base(path)) > 255 {
 				t.Errorf("%s is too long", path)
 			}
-			entries, err := s.List()
-			if err != nil || len(entries) != 1 {
-				t.Fatal(entries, err)
+			list := func(inexact bool) Entry {
+				t.Helper()
+				entries, err := s.List()
+				if err != nil || len(entries) != 1 || entries[0].ClaimUID != uid || entries[0].Inexact != inexact {
+					t.Fatalf("%+v, %v", entries, err)
+				}
+				return entries[0]
 			}
-			e := entries[0]
-			if e.ClaimUID != uid || e.Inexact != c.inexact {
-				t.Errorf("%+v", e)
-			}
+			e := list(false)
 			for _, g := range c.holds {
 				if !holds(e, g) {
 					t.Errorf("%s is not occupied", g)
@@ -144,6 +148,8 @@ func TestFileNameListsDevices(t *testing.T) {
 					t.Errorf("%s is occupied", g)
 				}
 			}
+			disk.Put(path, []byte("{"))
+			list(c.many)
 		})
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
@@ -82,11 +83,12 @@ func (l *Loop) Lent(s inventory.Snapshot) []device.GPU {
 }
 
 // lent returns the addresses of the GPUs that claims have for virtual machines, or had until less
-// than returnGrace ago if no scan has found them since. If the records cannot be read, those of the
-// last read count.
+// than returnGrace ago if no scan has found them since. While the devices of a claim are unknown,
+// those of the last read count.
 func (l *Loop) lent(s inventory.Snapshot) map[device.PCIAddress]bool {
 	entries, err := l.opts.Records.List()
 	now, lent := time.Now(), map[device.PCIAddress]bool{}
+	unknown := err != nil || slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.Inexact })
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, e := range entries {
@@ -97,7 +99,7 @@ func (l *Loop) lent(s inventory.Snapshot) map[device.PCIAddress]bool {
 			}
 		}
 	}
-	maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return err == nil && now.Sub(last) >= returnGrace })
+	maps.DeleteFunc(l.lastLent, func(_ device.PCIAddress, last time.Time) bool { return !unknown && now.Sub(last) >= returnGrace })
 	for address := range l.lastLent {
 		if err != nil || !s.Ready || s.Failure != "" || !lists(s, address) {
 			lent[address] = true

@@ -1,6 +1,7 @@
 package loop
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -41,6 +42,27 @@ func TestLentGPUIsNeitherLostNorForgotten(t *testing.T) {
 		<-time.After(time.Minute)
 		check(l)
 	}, name.String())
+}
+
+// The file name of a record with many devices does not list them. While the record is unreadable,
+// the GPU stays as it was known before.
+func TestGPUOfAClaimWithManyIsLent(t *testing.T) {
+	names := []string{device.Name{GPU: firstGPU, Passthrough: true}.String()}
+	for i := range 15 {
+		names = append(names, fmt.Sprintf("gpu-0001-%02x-00-0-vfio", i))
+	}
+	runLoop(t, t.TempDir(), func(l *loopTest) {
+		before := l.inventory.Snapshot().Node.GPUs[0].GPU
+		l.inventory.Set(readyWith("0000:43:00.0"))
+		for range 2 {
+			l.send(device.Signal{Condition: &device.Condition{Card: before.Card(), At: time.Now(), Reach: device.ReachLost}})
+			advance(10 * time.Minute)
+			if lent := l.Lent(l.inventory.Snapshot()); len(lent) != 1 || lent[0].UUID != before.UUID || l.state("0000:1b:00.0") != health.Healthy {
+				t.Errorf("lent GPUs: %+v, the first is %s", lent, l.state("0000:1b:00.0"))
+			}
+			l.held.spoil()
+		}
+	}, names...)
 }
 
 func TestGPUThatComesBackDifferentIsUnhealthy(t *testing.T) {

@@ -22,6 +22,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/inventorytest"
 )
 
@@ -31,6 +32,8 @@ var readyWith = inventorytest.Ready
 
 // heldDevices lists one claim, which has these devices until it has ended.
 type heldDevices struct {
+	*checkpoint.Store
+	disk  *durabletest.Disk
 	names []string
 	ended atomic.Bool
 }
@@ -39,7 +42,27 @@ func (h *heldDevices) List() ([]checkpoint.Entry, error) {
 	if len(h.names) == 0 || h.ended.Load() {
 		return nil, nil
 	}
-	return []checkpoint.Entry{{ClaimUID: "uid", Devices: h.names}}, nil
+	return h.Store.List()
+}
+
+func hold(names []string) *heldDevices {
+	disk := durabletest.New()
+	records, err := checkpoint.Open("/state", disk)
+	r := checkpoint.Record{ClaimUID: "uid"}
+	for _, name := range names {
+		r.Devices = append(r.Devices, checkpoint.Device{Device: name})
+	}
+	if err := errors.Join(err, records.Save(r)); err != nil {
+		panic(err)
+	}
+	return &heldDevices{Store: records, disk: disk, names: names}
+}
+
+// spoil makes the claim's record unreadable.
+func (h *heldDevices) spoil() {
+	for _, name := range h.disk.Names("/state/claims") {
+		h.disk.Put("/state/claims/"+name, []byte("{"))
+	}
 }
 
 // unreadable is a device of a claim whose record cannot be read.
@@ -90,7 +113,7 @@ type loopTest struct {
 
 // newLoop returns a loop that saves its findings in dir. Its node has two GPUs.
 func newLoop(ctx context.Context, dir string, held ...string) *loopTest {
-	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}, held: &heldDevices{names: held}}
+	l := &loopTest{reports: &reports{}, inventory: &inventorytest.Inventory{}, held: hold(held)}
 	l.inventory.Set(readyWith("0000:1b:00.0", "0000:43:00.0"))
 	l.Loop = New(ctx, Options{
 		StateDir: dir, BootID: "boot", Inventory: l.inventory, Records: l.held, InUse: l.held.InUse, Reporter: l.reports,

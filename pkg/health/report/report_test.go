@@ -1,6 +1,7 @@
 package report
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"testing"
@@ -19,12 +20,12 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 const firstGPU = "gpu-0000-1b-00-0"
 
-// fakeNode fakes what a Reporter needs. Its claim team/held has the first GPU, and is reserved for
-// a Pod.
+// fakeNode fakes the node's Events and its leader.
 type fakeNode struct {
 	events     []string
 	newerLeads bool
@@ -43,12 +44,19 @@ func (n *fakeNode) Node() *corev1.ObjectReference {
 }
 func (n *fakeNode) NewerLeads() bool { return n.newerLeads }
 
-func (n *fakeNode) List() ([]checkpoint.Entry, error) {
-	return []checkpoint.Entry{{ClaimUID: "uid", Devices: []string{firstGPU}}}, nil
-}
-
-func (n *fakeNode) Load(types.UID) (checkpoint.Record, bool, error) {
-	return checkpoint.Record{ClaimUID: "uid", Namespace: "team", Name: "held"}, true, nil
+// held returns the records of a node whose claim team/held has these devices. [heldClaim] is
+// reserved for a Pod.
+func held(t *testing.T, devices ...string) *checkpoint.Store {
+	t.Helper()
+	records, err := checkpoint.Open("/state", durabletest.New())
+	r := checkpoint.Record{ClaimUID: "uid", Namespace: "team", Name: "held"}
+	for _, d := range devices {
+		r.Devices = append(r.Devices, checkpoint.Device{Device: d})
+	}
+	if err := errors.Join(err, records.Save(r)); err != nil {
+		t.Fatal(err)
+	}
+	return records
 }
 
 func heldClaim() *resourceapi.ResourceClaim {
@@ -67,6 +75,10 @@ func changeAt(address device.PCIAddress, s health.State, over bool) health.Chang
 // Events must come once from each node: on the Node, and on the Pods that have the affected GPU.
 // While a newer plugin instance leads, that instance writes them.
 func TestEventsReachNodeAndPods(t *testing.T) {
+	var many []string // more than fit in the name of the record's file
+	for i := range 15 {
+		many = append(many, fmt.Sprintf("gpu-0001-%02x-00-0", i))
+	}
 	const aboutFirst, aboutOther = firstGPU + ", Warning GPUUnhealthy: ", "gpu-0000-43-00-0, Warning GPUUnhealthy: "
 	for name, c := range map[string]struct {
 		change     health.Change
@@ -92,13 +104,15 @@ func TestEventsReachNodeAndPods(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				n := &fakeNode{newerLeads: c.newerLeads}
-				r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
-				go r.Run(t.Context())
-				r.Report(t.Context(), &health.View{}, nil, []health.Change{c.change})
-				synctest.Wait()
-				if !slices.Equal(n.events, c.want) {
-					t.Error(cmp.Diff(c.want, n.events))
+				for _, devices := range [][]string{{firstGPU}, append(many, firstGPU)} {
+					n := &fakeNode{newerLeads: c.newerLeads}
+					r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), held(t, devices...), n.NewerLeads)
+					go r.Run(t.Context())
+					r.Report(t.Context(), &health.View{}, nil, []health.Change{c.change})
+					synctest.Wait()
+					if !slices.Equal(n.events, c.want) {
+						t.Errorf("of %d: %s", len(devices), cmp.Diff(c.want, n.events))
+					}
 				}
 			})
 		})
@@ -183,7 +197,7 @@ func TestNoticesMergeByGPUAndReason(t *testing.T) {
 func TestReportDoesNotWaitForPods(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &fakeNode{}
-		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), n, n.NewerLeads)
+		r := New(fake.NewClientset(heldClaim()), n, metrics.New("test"), held(t, firstGPU), n.NewerLeads)
 		for range 2 * maxPending {
 			r.Report(t.Context(), &health.View{}, nil, []health.Change{changeAt("0000:1b:00.0", health.Healthy, false)})
 		}

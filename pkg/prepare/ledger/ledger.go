@@ -30,17 +30,6 @@ func New(records *checkpoint.Store, bootID string, inventory Inventory) *Ledger 
 	return &Ledger{records, bootID, inventory}
 }
 
-// devicesOf returns the devices of the claim with record e. It takes them from the record's file
-// name, and reads the record only if the file name does not list them.
-func (l *Ledger) devicesOf(e checkpoint.Entry) []string {
-	if e.Inexact {
-		if r, found, err := l.records.Load(e.ClaimUID); err == nil && found {
-			return r.OccupiedDevices()
-		}
-	}
-	return e.Devices
-}
-
 // AllocatedDevices returns the devices that claims have, with the UIDs of the claims.
 func (l *Ledger) AllocatedDevices() (device.Allocations, error) {
 	entries, err := l.records.List()
@@ -54,12 +43,12 @@ func (l *Ledger) AllocatedDevices() (device.Allocations, error) {
 		return ok && n.Share && !known
 	}
 	for _, e := range entries {
-		for _, d := range l.devicesOf(e) {
+		for _, d := range e.Devices {
 			if n, ok := device.ParseName(d); ok && !n.Share {
 				exclusive[d] = string(e.ClaimUID)
 			}
 		}
-		if !e.Inexact && !slices.ContainsFunc(e.Devices, isNew) {
+		if !slices.ContainsFunc(e.Devices, isNew) {
 			continue // one claim suffices: all claims on a device have the same kind of share
 		}
 		r, _, err := l.records.Load(e.ClaimUID)
@@ -85,8 +74,7 @@ func (l *Ledger) AllocatedDevices() (device.Allocations, error) {
 // a part, and the number of their partitions.
 type Usage struct{ Claims, GPUs, Partitions int }
 
-// Usage counts the claims and their devices from the records' file names. It reads a record only if
-// the file name does not list the devices.
+// Usage counts the claims and their devices. Devices that are unknown do not count.
 func (l *Ledger) Usage() (Usage, error) {
 	entries, err := l.records.List()
 	if err != nil {
@@ -95,7 +83,7 @@ func (l *Ledger) Usage() (Usage, error) {
 	h := Usage{Claims: len(entries)}
 	gpus := map[string]bool{}
 	for _, e := range entries {
-		for _, d := range l.devicesOf(e) {
+		for _, d := range e.Devices {
 			name, ok := device.ParseName(d)
 			if !ok {
 				continue // a later version of the driver wrote this device name
@@ -132,14 +120,7 @@ func (l *Ledger) inUse(gpu string, counts func(name string) bool) (bool, error) 
 		return false, cause.Wrap(cause.Record, err)
 	}
 	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
-		devices := e.Devices
-		if e.Inexact {
-			r, _, err := l.records.Load(e.ClaimUID)
-			if err != nil {
-				return true
-			}
-			devices = r.OccupiedDevices()
-		}
-		return slices.ContainsFunc(devices, func(d string) bool { return (d == gpu || strings.HasPrefix(d, gpu+"-")) && counts(d) })
+		return e.Inexact ||
+			slices.ContainsFunc(e.Devices, func(d string) bool { return (d == gpu || strings.HasPrefix(d, gpu+"-")) && counts(d) })
 	}), nil
 }
