@@ -167,11 +167,7 @@ func (m *Monitor) applyRules(f *Finding) bool {
 }
 
 func (m *Monitor) restoreFinding(c *card, f Finding, now time.Time) {
-	for _, at := range []*time.Time{&f.First, &f.Last, &f.Since} {
-		if at.After(now) {
-			*at = now
-		}
-	}
+	clamp(now, &f.First, &f.Last, &f.Since)
 	if !m.applyRules(&f) {
 		return
 	}

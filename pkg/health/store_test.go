@@ -224,6 +224,22 @@ func TestClockSetBackDoesNotKeepFindings(t *testing.T) {
 	}
 }
 
+// A clock that is hours ahead at the boot is set back while the plugin runs. Taints have the times,
+// so Pods that tolerate one for a while would stay for hours. A check would count only after hours.
+func TestClockSetBackLeavesNoTimeInTheFuture(t *testing.T) {
+	w := newTestMonitor(t, nil)
+	w.sendXID(79)
+	version := w.Version()
+	w.advance(-8 * time.Hour)
+	if v := w.verdict(gpuName); len(v.Causes) != 1 || v.Causes[0].Since.After(w.now) || v.Causes[0].First.After(w.now) ||
+		v.Causes[0].Last.After(w.now) || w.Version() == version {
+		t.Errorf("version %d after %d: %+v", w.Version(), version, v)
+	}
+	w.wantUnvalidated(true)
+	w.check()
+	w.wantUnvalidated(false)
+}
+
 func TestUnreadableFileIsSetAside(t *testing.T) {
 	w := newTestMonitor(t, nil)
 	w.sendXID(95)

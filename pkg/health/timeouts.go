@@ -50,10 +50,12 @@ func (m *Monitor) endUnknown(c *card, why string) {
 // checkTimeouts ends the card's findings that have not recurred for the quiet period. It adds
 // findings for a card that has not answered or joined its fabric in time.
 func (m *Monitor) checkTimeouts(c *card, now time.Time) {
+	setBack := clamp(now, &c.Arrived)
 	for _, f := range c.Findings {
-		if f.Last.After(now) { // the clock was set back
-			f.Last = now
-		}
+		setBack = clamp(now, &f.First, &f.Last, &f.Since) || setBack
+	}
+	if setBack {
+		m.version++ // taints have these times
 	}
 	m.endFindings(c, func(f *Finding) bool {
 		return f.Ends == EndsByTime && now.Sub(f.Last) >= quietPeriod
@@ -121,8 +123,20 @@ func oneLine(s string) string {
 // notAfter returns the time of a signal, or now if the signal has none or one of a clock that was
 // set back since.
 func notAfter(at, now time.Time) time.Time {
-	if at.IsZero() || at.After(now) {
+	if at.IsZero() {
 		return now
 	}
+	clamp(now, &at)
 	return at
+}
+
+// clamp sets the times to now that are of a clock that was set back since. It compares what clocks
+// showed, because the monotonic readings of times in one process ignore that.
+func clamp(now time.Time, times ...*time.Time) (setBack bool) {
+	for _, at := range times {
+		if at.Round(0).After(now) {
+			*at, setBack = now, true
+		}
+	}
+	return setBack
 }
