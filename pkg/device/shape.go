@@ -144,17 +144,15 @@ func (v VFIO) Device(d Driver) resourceapi.Device {
 func (v VFIO) partitionType() string { return perProduct("vfio", v.gpu) }
 
 // shareable returns the device that n names, or the unshared device if n names a share device.
-// profile is the name of the partition's MIG profile, or "" for the whole GPU. known is false for a
-// partition that the GPU neither has nor can have.
-func (g GPU) shareable(n Name) (_ shareable, profile string, known bool) {
+// known is false for a partition that the GPU neither has nor can have.
+func (g GPU) shareable(n Name) (of shareable, known bool) {
 	switch {
 	case n.Passthrough:
-		return nil, "", false
+		return nil, false
 	case n.Partition == nil:
-		return Whole{gpu: g}, "", true
+		return Whole{gpu: g}, true
 	}
-	p, known := g.partition(*n.Partition, counterSetOf(g))
-	return p, p.profile, known
+	return g.partition(*n.Partition, counterSetOf(g))
 }
 
 // AllocatedAttributes returns the attributes with which the device n of the GPU g is published.
@@ -164,7 +162,7 @@ func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) Attributes {
 	if n.Passthrough {
 		return VFIO{gpu: g}.Attributes(d)
 	}
-	of, _, known := g.shareable(n)
+	of, known := g.shareable(n)
 	if !known {
 		of = Partition{gpu: g, part: *n.Partition}
 	}
@@ -177,7 +175,7 @@ func AllocatedAttributes(g GPU, n Name, fractions bool, d Driver) Attributes {
 // Has reports whether n names the whole GPU, also for virtual machines, or a partition that the GPU
 // has or can have, or a share device of these. The zero GPU has no devices.
 func (g GPU) Has(n Name) bool {
-	_, _, known := g.shareable(n)
+	_, known := g.shareable(n)
 	known = known || n.Passthrough && g.Passthrough != nil
 	return known && n.GPU == g.WholeName()
 }

@@ -141,6 +141,21 @@ func (s Shared) capacities() map[resourceapi.QualifiedName]resourceapi.DeviceCap
 	}
 }
 
+// FractionTotals returns how much of each capacity all claims with fractions of the device n divide
+// among them. It has no memory if the driver does not report it, and nothing if the GPU g cannot
+// have n.
+func FractionTotals(g GPU, n Name) map[string]resource.Quantity {
+	totals := map[string]resource.Quantity{}
+	if of, known := g.shareable(n); known {
+		for name, c := range (Shared{of, Share{Fractions: true}}).capacities() {
+			if !c.Value.IsZero() {
+				totals[string(name)] = c.Value
+			}
+		}
+	}
+	return totals
+}
+
 func (s Shared) partitionType() string { return "share of " + s.shareable.partitionType() }
 
 // steppedCapacity returns a capacity of which each claim gets at least the minimum, rounded up to a

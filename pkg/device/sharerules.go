@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strings"
 
-	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
@@ -150,23 +149,4 @@ func SharingUnsupportedReason(counters, capacities bool) string {
 		return ""
 	}
 	return "the cluster does not support " + strings.Join(lacking, " and ") + ", which shares need"
-}
-
-// Totals returns the capacities that all claims on the shared device n divide among them. It has no
-// memory if the driver does not report it, no plain shares if no rule offers them, and nothing if
-// the GPU g cannot have n. index is g's index on the node, by PCI address.
-func (r ShareRules) Totals(g GPU, index int, n Name) map[string]resource.Quantity {
-	totals := map[string]resource.Quantity{}
-	of, profile, known := g.shareable(n)
-	if !known {
-		return totals
-	}
-	for _, share := range []Share{{Fractions: true}, {Count: r.For(g, profile, index).Count}} {
-		for name, c := range (Shared{of, share}).capacities() {
-			if !c.Value.IsZero() {
-				totals[string(name)] = c.Value
-			}
-		}
-	}
-	return totals
 }

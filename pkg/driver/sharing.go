@@ -3,16 +3,11 @@ package driver
 import (
 	"context"
 	"errors"
-	"sync/atomic"
 	"time"
 
-	"k8s.io/apimachinery/pkg/api/resource"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps/supervisor"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nodeview"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
@@ -60,28 +55,4 @@ func (s nodeSupervisor) StopAll(ctx context.Context) error {
 		return err
 	}
 	return supervisor.RemoveAll(s.paths)
-}
-
-// shareTotals knows how much of each resource of a shared device all claims together can get.
-type shareTotals struct {
-	node  *nodeview.Node
-	rules atomic.Pointer[device.ShareRules]
-}
-
-func newShareTotals(node *nodeview.Node, rules device.ShareRules) *shareTotals {
-	s := &shareTotals{node: node}
-	s.rules.Store(&rules)
-	return s
-}
-
-// Of returns the totals of the shared device n of a GPU. A share rule for the n-th GPU counts all
-// offered GPUs, including those that the hardware no longer shows.
-func (s *shareTotals) Of(gpu device.GPU, n device.Name) map[string]resource.Quantity {
-	place := 0
-	for _, g := range s.node.View().Offered.Node.GPUs {
-		if g.PCIAddress < gpu.PCIAddress {
-			place++
-		}
-	}
-	return s.rules.Load().Totals(gpu, place, n)
 }

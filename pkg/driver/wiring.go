@@ -141,7 +141,6 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	reference := predecessor.NewStore(cfg.PluginDir, cfg.StateDir(), DriverName, state.bootID, durable.OS{})
 	node := nodeview.New(inv, verdicts, reference, records.InUseByContainers)
 	admitted := admission{node, verdicts, access}
-	totals := newShareTotals(node, set.Shares)
 	described := metadata.NewFiles(cfg.MetadataDir())
 	claims := newTransaction(prepare.Options{
 		Node: steps.Node{
@@ -150,7 +149,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Partitions: parts.Partitions, Binder: parts.Binder,
 		},
 		Pool: cfg.NodeName, Locks: state.locks, Claims: claimReader{calls, parts.Client},
-		Edits: nodeEdits{visiblePath(cfg), described, cfg}, Admit: admitted.Admit, ShareTotals: totals.Of,
+		Edits: nodeEdits{visiblePath(cfg), described, cfg}, Admit: admitted.Admit,
 		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	})
@@ -192,7 +191,6 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			publisher.Rebuild() // reads the node's new policies
 		},
 		chooser: &chooser{file: cfg.SettingsFile, document: cfg.Settings, events: recorder, apply: func(s settings.Settings) {
-			totals.rules.Store(&s.Shares)
 			verdicts.SetRules(s.XIDRules)
 			node.SetConfigured(s.Policies)
 			publisher.SetSettings(s.Shares, s.Effects) // reads the node's new policies

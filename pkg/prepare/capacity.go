@@ -9,17 +9,20 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 )
 
-// checkCapacity returns an error if device i has too little capacity for this claim's shares and
-// those of the claims in holders. The scheduler checks this too, but regards a share as free once
-// its Pod was deleted by force, even if the Pod still runs. The caller holds the GPU's lock.
+// checkCapacity returns an error if device i has too little memory or cores for this claim's
+// fractions and those of the claims in holders. The scheduler checks this too, but regards a share
+// as free once its Pod was deleted by force, even if the Pod still runs. Plain shares have no limit
+// that the node must keep: a setting says how many the scheduler allocates, and may change
+// meanwhile. The caller holds the GPU's lock.
 func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
 	d := pl.record.Devices[i]
-	asked := consumedBy(pl.record, d.Device)
+	asked, totals := consumedBy(pl.record, d.Device), device.FractionTotals(pl.requests[i].gpu, pl.requests[i].name)
 	for _, name := range slices.Sorted(maps.Keys(asked)) {
-		total, known := pl.requests[i].totals[name]
+		total, known := totals[name]
 		if !known {
 			continue
 		}

@@ -158,12 +158,9 @@ func TestSharesAreRefusedWhenCapacityIsExceeded(t *testing.T) {
 			"memory", "5Gi", "5Gi", "9984Mi"},
 		"enough memory of a partition": {[]result{fraction("r", migShare0, "4Gi", "0")}, []result{fraction("r", migShare0, "4Gi", "0")},
 			"", "", "", ""},
-		"plain shares": {[]result{plain("a", share0), plain("b", share0)}, []result{plain("r", share0)}, "shares", "1",
-			"2", "2"},
-		"a plain share that counts as several": {[]result{plain("a", share0)}, []result{plainShares("r", share0, "2")}, "shares", "2", "1", "2"},
+		"plain shares": {[]result{plain("a", share0), plain("b", share0)}, []result{plainShares("r", share0, "2")}, "", "", "", ""},
 		"plain shares of a partition": {[]result{plain("a", migShare0), plain("b", migShare0)}, []result{plain("r", migShare0)},
-			"shares", "1", "2", "2"},
-		"the last plain share":            {[]result{plain("a", share0)}, []result{plain("r", share0)}, "", "", "", ""},
+			"", "", "", ""},
 		"admin access to a full device":   {[]result{fraction("r", share0, "40Gi", "100")}, []result{admin("r", share0)}, "", "", "", ""},
 		"a full device with admin access": {[]result{admin("r", share0)}, []result{fraction("r", share0, "40Gi", "100")}, "", "", "", ""},
 		"admin access with an amount": {[]result{withShareID(admin("r", share0))}, []result{fraction("r", share0, "40Gi", "100")}, "",
@@ -266,33 +263,23 @@ func TestClaimIsNotCountedAgainstItself(t *testing.T) {
 	mustPrepare(t, p, newClaim("c", fraction("r", share0, "30Gi", "0")))
 }
 
-// After a reboot all claims must get their shares again, even if the admin's new sharing rules
-// allow fewer claims on the GPU.
+// After a reboot all claims must get their shares again, even if the driver reserves more memory by
+// then, or the GPU has less.
 func TestRePrepareDoesNotRecheckCapacity(t *testing.T) {
 	w := newWorldWithShares(t)
-	w.shares = parseShareRules(t, "[{profile: 1g.10gb, kind: shares, count: 3}]")
-	claims := []*resourceapi.ResourceClaim{newClaim("a", plain("r", migShare0)), newClaim("b", plain("r", migShare0)),
-		newClaim("c", plain("r", migShare0))}
+	claims := []*resourceapi.ResourceClaim{
+		newClaim("a", fraction("r", share0, "20Gi", "0")), newClaim("b", fraction("r", share0, "20Gi", "0")),
+	}
 	for _, c := range claims {
 		mustPrepare(t, w.plugin(t), c)
 	}
-	w.shares = parseShareRules(t, "[{profile: 1g.10gb, kind: shares, count: 2}]")
+	w.snapshot.Node.GPUs[0].MemoryBytes -= gib
 	w.reboot()
 	for _, c := range claims {
 		mustPrepare(t, w.plugin(t), c)
 	}
-	_, err := w.plugin(t).Prepare(t.Context(), newClaim("d", plain("r", migShare0)))
-	checkCapacityError(t, err, "shares", "1", "3", "2", "a", "b", "c")
-}
-
-// Without a sharing rule for the GPU the number of plain shares is not limited, so Prepare must
-// accept all claims.
-func TestPlainSharesWithoutTotalsAreNotCounted(t *testing.T) {
-	w := newWorldWithShares(t)
-	w.shares = device.ShareRules{}
-	for i := range 3 {
-		mustPrepare(t, w.plugin(t), newClaim(fmt.Sprint("c", i), plain("r", share0)))
-	}
+	_, err := w.plugin(t).Prepare(t.Context(), newClaim("c", fraction("r", share0, "1Gi", "0")))
+	checkCapacityError(t, err, "memory", "1Gi", "40Gi", "39Gi", "a", "b")
 }
 
 func TestConsumedCapacityIsRecorded(t *testing.T) {

@@ -17,7 +17,6 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -33,7 +32,6 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/busmodel"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/preparetest"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/settingstest"
 )
 
 const (
@@ -56,7 +54,6 @@ type world struct {
 	readClaim    func() (*resourceapi.ResourceClaim, error)
 	hardware     *hardware // nil for a plugin without partitions
 	bus          *busmodel.Bus
-	shares       device.ShareRules
 	daemons      *daemons
 	mpsDisabled  bool
 	metadata     bool          // Options.Metadata
@@ -153,8 +150,8 @@ func (w *world) start() (*plugin, error) {
 				return specs.ContainerEdits{Hooks: []*specs.Hook{{HookName: "createRuntime", Path: path}}}
 			},
 		},
-		ShareTotals: totalsBy(w.shares), Observer: p.Observer,
-		Rescan: func(context.Context) { w.rescans = append(w.rescans, fmt.Sprint(len(w.records()), drivers(w.bus))) },
+		Observer: p.Observer,
+		Rescan:   func(context.Context) { w.rescans = append(w.rescans, fmt.Sprint(len(w.records()), drivers(w.bus))) },
 	}
 	if w.hardware != nil {
 		o.Node.Partitions = w.hardware
@@ -243,12 +240,6 @@ type plugin struct {
 func (p *plugin) with(change func(*steps.Node)) {
 	change(&p.options.Node)
 	p.Transaction = preparetest.New(p.options)
-}
-
-// totalsBy returns Options.ShareTotals for these sharing rules. It treats every GPU as the node's
-// first one.
-func totalsBy(rules device.ShareRules) func(device.GPU, device.Name) map[string]resource.Quantity {
-	return func(g device.GPU, n device.Name) map[string]resource.Quantity { return rules.Totals(g, 0, n) }
 }
 
 // Limits of packages prepare and reconcile, which the tests wait for.
@@ -353,15 +344,5 @@ func newWorldWithShares(t *testing.T) *world {
 		}
 		g.MIG = &mig
 	}
-	w.shares = parseShareRules(t, "[{kind: shares, count: 2}, {profile: 1g.10gb, kind: shares, count: 2}]")
 	return w
-}
-
-func parseShareRules(t *testing.T, rules string) device.ShareRules {
-	t.Helper()
-	r, err := settingstest.Shares(rules)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return r
 }

@@ -6,7 +6,6 @@ import (
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/utils/ptr"
@@ -61,9 +60,6 @@ type deviceRequest struct {
 	passthrough *steps.Passthrough
 	// existing is a partition that this driver did not create and that the claim uses as it is.
 	existing *partition
-	// totals is how much of each capacity of a shared device all claims together can use. It is nil if
-	// that is unknown.
-	totals map[string]resource.Quantity
 }
 
 // partition is an existing MIG device: a compute instance in a GPU instance.
@@ -133,7 +129,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 		if req.name.Share && !r.AdminAccess {
 			// MPS enforces the limits of a fraction, which is a share with a limited part of the memory.
 			_, d.Fraction = r.Capacity[device.CapacityMemory]
-			d.ConsumedCapacity, req.totals = r.Capacity, p.opts.ShareTotals(req.gpu, req.name)
+			d.ConsumedCapacity = r.Capacity
 		}
 		shares = shares || req.name.Share || r.Config.SharingStrategy() != v1beta1.SharingNone
 		pl.partitioned = pl.partitioned || req.name.Partition != nil

@@ -5,7 +5,6 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
@@ -98,10 +97,8 @@ type Options struct {
 	// Admit says why the node must not prepare the claim now, or returns nil. old is the claim's
 	// record, or empty: a claim keeps a device that it has, also on a GPU that is lost. Prepare may
 	// use the hardware until it calls done, which it always does.
-	Admit func(c *resourceapi.ResourceClaim, old checkpoint.Record) (done func(), err error)
-	// ShareTotals returns how much of each capacity of a shared device all claims together can use.
-	ShareTotals func(device.GPU, device.Name) map[string]resource.Quantity
-	Observer    Observer
+	Admit    func(c *resourceapi.ResourceClaim, old checkpoint.Record) (done func(), err error)
+	Observer Observer
 	// Rescan waits until a new scan has ended, or until its context ends. Then the inventory lists the
 	// GPUs that virtual machines gave back.
 	Rescan func(context.Context)

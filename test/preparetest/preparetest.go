@@ -5,7 +5,6 @@ import (
 	"context"
 
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"tags.cncf.io/container-device-interface/specs-go"
@@ -50,11 +49,6 @@ func New(o prepare.Options) Transaction {
 	}
 	if o.Rescan == nil {
 		o.Rescan = func(context.Context) {}
-	}
-	if o.ShareTotals == nil {
-		o.ShareTotals = func(g device.GPU, n device.Name) map[string]resource.Quantity {
-			return device.ShareRules{}.Totals(g, 0, n)
-		}
 	}
 	o.Ledger = ledger.New(o.Node.Records, o.Node.BootID, o.Node.Hardware)
 	p := prepare.New(o)

@@ -250,7 +250,7 @@ func (n *node) overfull(of *resourceapi.ResourceClaim, others []*resourceapi.Res
 	known := device.GPU{MemoryBytes: gpuMemory, MIG: &device.MIG{Profiles: profiles}}
 	for _, r := range results(of) {
 		name, _ := device.ParseName(r.Device)
-		total, isKnown := (device.ShareRules{}).Totals(known, 0, name)[device.CapacityMemory]
+		total, isKnown := device.FractionTotals(known, name)[device.CapacityMemory]
 		var sum resource.Quantity
 		for _, c := range append(others, of) {
 			for _, held := range results(c) {
