@@ -200,13 +200,21 @@ func (p *Preparer) refresh(ctx context.Context, old checkpoint.Record, pl *plan,
 }
 
 // matchesSharing reports whether a plan made from a record has the same shared settings, MPS
-// daemons and limits as "asked", which the claim's current configuration asks for.
+// daemons and limits as "asked", which the claim's current configuration asks for. Their order may
+// be that of another version of the driver.
 func (pl *plan) matchesSharing(asked sharing) bool {
 	there := slices.DeleteFunc(steps.Of[*steps.Shared](pl.steps), func(s *steps.Shared) bool {
 		_, creates := steps.AsCreator(s)
 		return creates
 	})
-	return slices.EqualFunc(there, asked.shared, (*steps.Shared).Wants) && slices.EqualFunc(pl.spec.Clients, asked.clients, sameClient)
+	return sameSet(there, asked.shared, (*steps.Shared).Wants) && sameSet(pl.spec.Clients, asked.clients, sameClient)
+}
+
+// sameSet reports whether a and b have the same elements in any order. Each has an element once.
+func sameSet[T any](a, b []T, same func(T, T) bool) bool {
+	return len(a) == len(b) && !slices.ContainsFunc(a, func(x T) bool {
+		return !slices.ContainsFunc(b, func(y T) bool { return same(x, y) })
+	})
 }
 
 // sameClient reports whether a and b are equal except for Whole. Whole depends on what the hardware

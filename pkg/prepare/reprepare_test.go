@@ -16,6 +16,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/reconcile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
 func TestRePrepareRestoresMissingCDISpec(t *testing.T) {
@@ -179,6 +180,51 @@ func TestChangedCapacityIsAnotherAllocation(t *testing.T) {
 	if q := r.Devices[0].ConsumedCapacity["shares"]; err != nil || q.String() != "4" {
 		t.Errorf("the record has %s shares, %v", q.String(), err)
 	}
+}
+
+// The order of independent steps is no part of what a claim asks for. A version of the driver that
+// orders them in another way must not restart the daemons of running containers.
+func TestOrderOfRecordedStepsDoesNotMatter(t *testing.T) {
+	w := newWorld(t)
+	h := withMPS(w)
+	p := w.plugin(t)
+	c := shareEach(newClaim("c", allocated("a", gpu0), allocated("b", gpu1)), "GpuConfig", byMPS)
+	mustPrepare(t, p, c)
+	r, _, err := p.Records.Load("uid-c")
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := steps.Decode(r.Steps)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared := list[:len(list)-1]
+	slices.Reverse(shared[:2]) // the compute modes
+	slices.Reverse(shared[2:]) // the daemons
+	spec := steps.Of[*steps.ClaimSpec](list)[0]
+	slices.Reverse(spec.Clients)
+	if len(shared) != 4 || len(spec.Clients) != 2 {
+		t.Fatalf("%d shared steps, %d clients", len(shared), len(spec.Clients))
+	}
+	if r.Steps, err = steps.Encode(list); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Records.Save(r); err != nil {
+		t.Fatal(err)
+	}
+	before, _ := w.disk.ReadFile(recordFile(t, w, "uid-c"))
+	h.takeCalls()
+	mustPrepare(t, p, c)
+	for _, call := range h.takeCalls() {
+		if call != "query" && !strings.HasPrefix(call, "start ") {
+			t.Errorf("%q", call)
+		}
+	}
+	if after, _ := w.disk.ReadFile(recordFile(t, w, "uid-c")); string(after) != string(before) {
+		t.Error("the record was written")
+	}
+	mustUnprepare(t, p, "uid-c")
+	checkClean(t, w)
 }
 
 // A DeviceClass may change between two allocations of a claim that are otherwise the same. If the
