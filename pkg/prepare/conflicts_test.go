@@ -75,6 +75,48 @@ func TestAdminAccessNeitherBlocksNorIsBlocked(t *testing.T) {
 	}
 }
 
+// Two requests with admin access may name one device. With and without it, the containers of one
+// request would get what belongs to the other.
+func TestDeviceWithAndWithoutAdminAccessIsRefused(t *testing.T) {
+	for _, name := range []string{gpu0, small0, share0, migShare0} {
+		ordinary := allocated("b", name)
+		if strings.HasSuffix(name, "-share") {
+			ordinary = plain("b", name)
+		}
+		for _, results := range [][]result{
+			{admin("a", name), ordinary}, {ordinary, admin("a", name)}, {admin("a", name), ordinary, admin("c", name)},
+		} {
+			w := newWorld(t)
+			withMPS(w)
+			_, err := w.plugin(t).Prepare(t.Context(), newClaim("c", results...))
+			if cause.Of(err) != cause.Claim || !strings.Contains(err.Error(), "device "+name+" with and without admin access") ||
+				!strings.Contains(err.Error(), "make them two claims") {
+				t.Errorf("%s: %v", name, err)
+			}
+			checkClean(t, w)
+		}
+	}
+}
+
+func TestPartitionTwiceWithAdminAccess(t *testing.T) {
+	w := newWorld(t)
+	withMIG(w)
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("user", allocated("r", small0)))
+	c := newClaim("admin", admin("a", small0), admin("b", small0))
+	for range 2 {
+		if given := mustPrepare(t, p, c); len(given) != 2 || given[0].CDIDeviceIDs[1] != given[1].CDIDeviceIDs[1] {
+			t.Errorf("%+v", given)
+		}
+		if n := strings.Count(w.specs.of("uid-admin"), "uid-admin-"+small0); n != 1 {
+			t.Errorf("the spec names the device %d times", n)
+		}
+	}
+	mustUnprepare(t, p, "uid-admin")
+	mustUnprepare(t, p, "uid-user")
+	checkClean(t, w)
+}
+
 func TestFractionsAndPlainSharesExcludeEachOther(t *testing.T) {
 	f, s := newClaim("f", fraction("r", share0, "1Gi", "0")), newClaim("s", plain("r", share0))
 	for _, c := range []struct{ first, second string }{{"f", "s"}, {"s", "f"}} {

@@ -31,7 +31,7 @@ func TestMetadataDescribesDevicesOfEachRequest(t *testing.T) {
 	w := newWorld(t)
 	w.metadata = true
 	p := w.plugin(t)
-	got := mustPrepare(t, p, newClaim("c", allocated("a/large", gpu0), allocated("a/large", gpu1), admin("b", gpu0)))
+	got := mustPrepare(t, p, newClaim("c", admin("a/large", gpu0), admin("a/large", gpu1), admin("b", gpu0)))
 	for i, want := range []string{"k8s.gpu.nvidia.com/claim=uid-c-metadata-a", "", "k8s.gpu.nvidia.com/claim=uid-c-metadata-b"} {
 		ids := got[i].CDIDeviceIDs[2:]
 		if want == "" && len(ids) != 0 || want != "" && !slices.Equal(ids, []string{want}) {

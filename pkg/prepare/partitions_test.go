@@ -234,8 +234,6 @@ func TestAdminAccessNeverChangesPartitions(t *testing.T) {
 		t.Errorf("%+v", lost)
 	}
 	mustUnprepare(t, p, "uid-admin")
-	mustPrepare(t, p, newClaim("both", admin("a", small0), allocated("b", small0)))
-	mustUnprepare(t, p, "uid-both")
 	checkClean(t, w)
 	if len(h.of(t, gpu0).Instances) != 0 {
 		t.Error("instances are left")

@@ -143,9 +143,13 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 	return pl, nil
 }
 
-// checkCompatible returns an error if two devices of one claim cannot exist together.
+// checkCompatible returns an error if one claim cannot have both devices. Two requests with admin
+// access can have the same one.
 func checkCompatible(a checkpoint.Device, reqA deviceRequest, b checkpoint.Device, reqB deviceRequest) error {
 	switch {
+	case a.Device == b.Device && a.AdminAccess != b.AdminAccess:
+		return fmt.Errorf("requests %s and %s were allocated device %s with and without admin access: make them two claims",
+			a.Request, b.Request, a.Device)
 	case a.AdminAccess || b.AdminAccess || a.GPU != b.GPU:
 	case reqA.name.Share && a.Device == b.Device && !ptr.Equal(a.ShareID, b.ShareID):
 	case a.Device == b.Device:

@@ -312,7 +312,7 @@ func (p *Preparer) writeSpec(ctx context.Context, env *steps.Env, pl *plan) erro
 		if d.AdminAccess {
 			edits = mergeEdits(edits, p.opts.Edits.Monitor())
 		}
-		// With admin access two requests may get the same device, but a CDI spec may name each device
+		// Two requests with admin access may have the same device, but a CDI spec may name each device
 		// only once.
 		name := cdi.ClaimDeviceName(pl.record.ClaimUID, d.Device, d.ShareID)
 		if !slices.ContainsFunc(pl.spec.Devices, func(there specs.Device) bool { return there.Name == name }) {

@@ -79,7 +79,7 @@ func TestPrepareWithRealCDISpecs(t *testing.T) {
 	p := w.plugin(t)
 	p.with(func(n *steps.Node) { n.Specs = metadata.WithSpecs{Store: store, Files: metadata.NewFiles(t.TempDir())} })
 	p.OnVerify = func(edits specs.ContainerEdits) error { return w.verify(edits) }
-	mustPrepare(t, p, newClaim("c", allocated("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
+	mustPrepare(t, p, newClaim("c", admin("a", gpu0), admin("b", gpu0), allocated("c", gpu1)))
 	file := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-c.json")
 	before, err := os.ReadFile(file)
 	if err != nil {

@@ -148,7 +148,7 @@ func (p *Preparer) adoptSteps(pl *plan, old checkpoint.Record) (bool, error) {
 	for i := range pl.requests {
 		req, d := &pl.requests[i], old.Devices[i]
 		pl.record.Devices[i].MIGUUID = d.MIGUUID
-		if req.creator = creators[d.Device]; req.creator != nil && !d.AdminAccess {
+		if req.creator = creators[d.Device]; req.creator != nil {
 			used[d.Device] = true
 		}
 	}

@@ -13,24 +13,21 @@ import (
 // changes no hardware. The caller holds the GPUs' locks and has called checkConflicts.
 func (p *Preparer) resolvePartitions(ctx context.Context, env *steps.Env, pl *plan) error {
 	creators := map[string]steps.Creator{}
-	// Requests with admin access come last, because they can use the partitions of the others.
-	for _, admin := range []bool{false, true} {
-		for i := range pl.requests {
-			req, d := &pl.requests[i], pl.record.Devices[i]
-			if req.name.Partition == nil || d.AdminAccess != admin {
-				continue
-			}
-			req.existing = nil
-			if req.creator = creators[d.Device]; req.creator != nil {
-				continue // another request has the same partition
-			}
-			if err := p.resolvePartition(ctx, env, req, admin); err != nil {
-				return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
-			}
-			if req.creator != nil {
-				creators[d.Device] = req.creator
-				pl.steps = append(pl.steps, req.creator)
-			}
+	for i := range pl.requests {
+		req, d := &pl.requests[i], pl.record.Devices[i]
+		if req.name.Partition == nil {
+			continue
+		}
+		req.existing = nil
+		if req.creator = creators[d.Device]; req.creator != nil {
+			continue // another request has a share of the same partition
+		}
+		if err := p.resolvePartition(ctx, env, req, d.AdminAccess); err != nil {
+			return cause.Errorf(cause.Of(err), "request %s: %w", d.Request, err)
+		}
+		if req.creator != nil {
+			creators[d.Device] = req.creator
+			pl.steps = append(pl.steps, req.creator)
 		}
 	}
 	return nil
