@@ -32,7 +32,10 @@ var (
 	goldenRecords = []Record{{
 		ClaimUID: "11111111-0000-4000-8000-000000000001", Namespace: "default", Name: "whole", State: Prepared, BootID: "boot-1",
 		Devices: []Device{
-			{Request: "a", Pool: "node", Device: gpu0, GPU: gpu0, GPUUUID: "GPU-0"},
+			{
+				Request: "a", Pool: "node", Device: gpu0, GPU: gpu0, GPUUUID: "GPU-0",
+				Model: "NVIDIA H100 80GB HBM3, 85520809984 bytes, MIG profiles 0123456789abcdef",
+			},
 			{Request: "b", Pool: "node", Device: gpu1, AdminAccess: true, GPU: gpu1, GPUUUID: "GPU-1"},
 		},
 		Steps: []Step{{Kind: "claim-spec", Params: json.RawMessage(`{"devices":null}`)}},

@@ -52,6 +52,10 @@ type Device struct {
 	// GPUUUID is the UUID of that GPU when the claim was prepared. If the GPU there has another UUID
 	// now, the card was replaced.
 	GPUUUID string `json:"gpuUUID"`
+	// Model is that GPU's product, memory and MIG profiles when the claim was prepared, as package
+	// device writes them. It is empty if they were unknown. After a reboot the claim can have another
+	// card of the same Model.
+	Model string `json:"model,omitempty"`
 	// Binding identifies the binding of that GPU to NVIDIA's driver when the claim's CDI spec was
 	// written. With another one the GPU's device nodes may have other numbers.
 	Binding string `json:"binding,omitempty"`

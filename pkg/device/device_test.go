@@ -161,3 +161,31 @@ func manyGPUs(n int) []GPU {
 	}
 	return gpus
 }
+
+// Two cards of one model must have the same Model, whatever they are used for.
+func TestModelIsThatOfTheCard(t *testing.T) {
+	gpus := node(t, h100Key, h100Key, l40sKey)
+	a, b, other := gpus[0], gpus[1], gpus[2]
+	used := *b.MIG
+	used.Enabled, used.Pending = true, true
+	used.Instances = []Instance{{ID: 1, ProfileID: used.Profiles[0].ID}}
+	b.MIG, b.Minor = &used, 7
+	if a.Model() == "" || a.Model() != b.Model() || a.Model() == other.Model() || strings.Count(a.Model(), "\n") > 0 {
+		t.Errorf("%q, %q and %q", a.Model(), b.Model(), other.Model())
+	}
+	for name, change := range map[string]func(*GPU){
+		"product":    func(g *GPU) { g.ProductName += "X" },
+		"memory":     func(g *GPU) { g.MemoryBytes++ },
+		"MIG":        func(g *GPU) { g.MIG = nil },
+		"profiles":   func(g *GPU) { g.MIG.Profiles = g.MIG.Profiles[1:] },
+		"no product": func(g *GPU) { g.ProductName = "" },
+	} {
+		c := b
+		mig := used
+		c.MIG = &mig
+		change(&c)
+		if c.Model() == a.Model() || (c.Model() == "") != (name == "no product") {
+			t.Errorf("%s: %q", name, c.Model())
+		}
+	}
+}

@@ -1,6 +1,11 @@
 package device
 
-import "regexp"
+import (
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"regexp"
+)
 
 // GPU is one physical GPU as the last scan of the hardware reported it. It is plain data without
 // any handle.
@@ -41,6 +46,21 @@ type GPU struct {
 	Firmware *Firmware `json:"firmware,omitempty"`
 	// MIG has the GPU's MIG mode, profiles and instances. It is nil for a card without MIG.
 	MIG *MIG `json:"mig,omitempty"`
+}
+
+// Model says in one line what cards of one model have in common and claims rely on: product name,
+// memory and MIG profiles. It is empty if the product is unknown.
+func (g GPU) Model() string {
+	if g.ProductName == "" {
+		return ""
+	}
+	profiles := "no MIG"
+	if g.MIG != nil {
+		table, _ := json.Marshal(g.MIG.Profiles) // numbers and texts: no error
+		digest := sha256.Sum256(table)
+		profiles = fmt.Sprintf("MIG profiles %x", digest[:8])
+	}
+	return fmt.Sprintf("%s, %d bytes, %s", g.ProductName, g.MemoryBytes, profiles)
 }
 
 // Engines counts the units of a GPU that are divided among its partitions.

@@ -119,7 +119,7 @@ func (p *Preparer) makePlan(snapshot inventory.Snapshot, c *resourceapi.Resource
 		}
 		d := checkpoint.Device{
 			Request: r.Request, Pool: r.Pool, Device: r.Device, ShareID: r.ShareID, AdminAccess: r.AdminAccess,
-			GPU: req.name.GPU, GPUUUID: req.gpu.UUID,
+			GPU: req.name.GPU, GPUUUID: req.gpu.UUID, Model: req.gpu.Model(),
 		}
 		for i, other := range pl.record.Devices {
 			if err := checkCompatible(other, pl.requests[i], d, req); err != nil {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"fmt"
 	"maps"
 	"reflect"
 	"slices"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/cause"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
@@ -29,19 +31,26 @@ func (p *Preparer) reprepare(ctx context.Context, old checkpoint.Record, pl *pla
 			"state", old.State, "devices", deviceNames(old.Devices))
 		return false, p.revertOld(ctx, old)
 	}
+	rebooted, replaced := old.BootID != p.node.BootID, false
 	for i, d := range old.Devices {
 		req := &pl.requests[i]
 		if wasReplaced(d, *req) {
-			return false, replacedError(d, req.gpu.UUID)
+			// A reboot ended all that was prepared on the old card, so one of the same model can take its
+			// place, as when a cloud starts a virtual machine on another host.
+			if model := req.gpu.Model(); !rebooted || model == "" || model != d.Model {
+				return false, replacedError(d, req.gpu)
+			}
+			replaced = true
 		}
 		req.gpu.UUID = cmp.Or(req.gpu.UUID, d.GPUUUID)
 	}
 	bound := slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return req.passthrough != nil })
-	if (pl.partitioned || steps.HasShared(old) || bound) && old.BootID != p.node.BootID {
+	if (replaced || pl.partitioned || steps.HasShared(old) || bound) && rebooted {
 		if err := p.checkForeignPartitions(ctx, old, pl); err != nil {
 			return false, err
 		}
-		logger.Info("Preparing claim anew: its partitions and settings were lost at a reboot", "devices", deviceNames(old.Devices))
+		logger.Info("Preparing claim anew: its partitions and settings were lost at a reboot, or a card of the same model has the place of "+
+			"its GPU since then", "devices", deviceNames(old.Devices), "replaced", replaced)
 		return false, p.revertOld(ctx, old)
 	}
 	asked := pl.sharing
@@ -224,10 +233,14 @@ func sameClient(a, b steps.MPSClient) bool {
 	return reflect.DeepEqual(a, b)
 }
 
-func replacedError(d checkpoint.Device, now string) error {
+func replacedError(d checkpoint.Device, now device.GPU) error {
+	problem := "the card was replaced"
+	if d.Model != "" && now.Model() != d.Model {
+		problem += fmt.Sprintf(" by one of another model (it was %s, and is %s)", d.Model, cmp.Or(now.Model(), "unknown"))
+	}
 	return cause.Errorf(cause.Device,
-		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: the card was replaced: delete the claim's Pods",
-		d.Request, d.Device, d.GPUUUID, now)
+		"request %s: device %s was GPU %s when the claim was prepared and is GPU %s now: %s: delete the claim's Pods",
+		d.Request, d.Device, d.GPUUUID, now.UUID, problem)
 }
 
 // sameDevice reports whether old and now are the same device of the allocation. It ignores GPU
