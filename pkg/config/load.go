@@ -4,12 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
 
@@ -65,7 +65,7 @@ func fromFile(path string, fields []Field) error {
 	if path == "" {
 		return nil
 	}
-	raw, err := durable.ReadRegular(path)
+	raw, err := os.ReadFile(path)
 	if err != nil {
 		return fmt.Errorf("read the configuration file: %w", err)
 	}

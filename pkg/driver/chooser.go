@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"os"
 	"reflect"
 	"sync"
 	"time"
@@ -12,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/events"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/settings"
 )
@@ -58,7 +58,7 @@ func (c *chooser) WatchFile(ctx context.Context) {
 	}
 	var last []byte
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
-		raw, err := durable.ReadRegular(c.file)
+		raw, err := os.ReadFile(c.file)
 		if err != nil {
 			c.warn(fmt.Errorf("read the settings: %w", err))
 		} else if last == nil || !bytes.Equal(raw, last) {

@@ -3,8 +3,8 @@
 //
 // A file's content is on disk before the file gets its name, and the directory is on disk before
 // the call returns. Files are trusted only if no other user than this process's (root on a node)
-// can have written them: see [UntrustedError]. [OpenRegular] and [ReadRegular] are for files that
-// others write: they never wait for the writer of a pipe.
+// can have written them: see [UntrustedError]. [OpenRegular] is for files that others write: it never
+// waits for the writer of a pipe.
 //
 // [BootID] tells whether the node was rebooted. [FS] is the part of a file system that this package
 // needs, so that tests can simulate a crash between any two of its calls.
@@ -235,21 +235,6 @@ func OpenRegular(path string) (*os.File, error) {
 		return nil, err
 	}
 	return f, nil
-}
-
-// ReadRegular returns the content of a file that others may write, such as the settings. Like
-// [OpenRegular] it follows symlinks, and refuses what is no file.
-func ReadRegular(path string) ([]byte, error) {
-	f, err := OpenRegular(path)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = f.Close() }()
-	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
-	if err == nil && len(data) > maxSize {
-		err = &fs.PathError{Op: "read", Path: path, Err: syscall.EFBIG}
-	}
-	return data, err
 }
 
 // UntrustedError says that another user can have written a file, or can change a directory. The

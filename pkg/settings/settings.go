@@ -3,6 +3,7 @@ package settings
 import (
 	"fmt"
 	"maps"
+	"os"
 	"reflect"
 	"slices"
 	"strconv"
@@ -12,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
 )
 
@@ -132,7 +132,7 @@ func (v Values) compile(at *field.Path) (s Settings, all field.ErrorList) {
 
 // ReadFile reads the document in the file at path.
 func ReadFile(path string) (Document, error) {
-	raw, err := durable.ReadRegular(path)
+	raw, err := os.ReadFile(path)
 	if err != nil {
 		return Document{}, fmt.Errorf("read the settings: %w", err)
 	}

@@ -8,7 +8,6 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
-	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 var h100 = device.GPU{PCIAddress: "0000:1b:00.0", UUID: "GPU-1", ProductName: "NVIDIA H100"}
@@ -116,16 +115,6 @@ func TestFileErrorsNameTheFile(t *testing.T) {
 		if _, err := ReadFile(path); err == nil || !strings.Contains(err.Error(), path) {
 			t.Errorf("%v does not name %s", err, path)
 		}
-	}
-}
-
-func TestPipeInPlaceOfTheFileIsAnError(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "settings.yaml")
-	durabletest.Pipe(t, path)
-	var err error
-	durabletest.Returns(t, func() { _, err = ReadFile(path) })
-	if err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "a device, pipe or socket") {
-		t.Errorf("got %v", err)
 	}
 }
 

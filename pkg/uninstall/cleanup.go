@@ -226,9 +226,9 @@ func removePluginDir(pluginDir, stateDir string) (left []string, err error) {
 }
 
 // removeState removes the state directory, but not what the next installation must find: a card's
-// lock that a call holds which hangs in the driver, and the notes about ended claims of NVIDIA's DRA
-// driver while its checkpoint is there, since nothing would end these claims again. This process
-// still has the instance lock, so no other call begins.
+// lock that a call holds which hangs in the driver, and the notes about ended claims of NVIDIA's
+// DRA driver while its checkpoint is there, since nothing would end these claims again. This
+// process still has the instance lock, so no other call begins.
 func removeState(pluginDir, dir string) error {
 	_, err := os.Lstat(filepath.Join(pluginDir, predecessor.File))
 	keepNotes := !errors.Is(err, fs.ErrNotExist)

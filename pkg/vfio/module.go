@@ -4,13 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path"
 	"path/filepath"
 	"strings"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 )
 
 // modulesAlias reads modules.alias of the running kernel. It is empty if there is no such file.
@@ -19,7 +18,7 @@ func modulesAlias(modules string) (string, error) {
 	if err := unix.Uname(&names); err != nil {
 		return "", err
 	}
-	aliases, err := durable.ReadRegular(filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias"))
+	aliases, err := os.ReadFile(filepath.Join(modules, unix.ByteSliceToString(names.Release[:]), "modules.alias"))
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", nil
 	}
