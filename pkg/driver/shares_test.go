@@ -60,6 +60,24 @@ func (n *node) generateSliceNames() {
 	})
 }
 
+// offeredShares returns how many plain shares of the device the slices offer.
+func (n *node) offeredShares(t *testing.T, name string) (shares int64) {
+	t.Helper()
+	list, err := n.client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range list.Items {
+		for _, d := range s.Spec.Devices {
+			if d.Name == name {
+				offered := d.Capacity[device.CapacityShares].Value
+				shares = offered.Value()
+			}
+		}
+	}
+	return shares
+}
+
 func TestHeldSharesOutliveTheirRules(t *testing.T) {
 	t.Parallel()
 	n := newNode(t)
@@ -81,16 +99,8 @@ func TestHeldSharesOutliveTheirRules(t *testing.T) {
 	n.register(t)
 	n.expectEvent(t, "Node", "node", "SharesEnding", shareName)
 	eventually(t, "the other GPU's shares are withdrawn", func() bool { return len(published(t, n.client)) == 3 })
-	list, err := n.client.ResourceV1().ResourceSlices().List(t.Context(), metav1.ListOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, s := range list.Items {
-		for _, d := range s.Spec.Devices {
-			if left := d.Capacity[device.CapacityShares]; d.Name == shareName && left.Value.Value() != 1 {
-				t.Errorf("%s shares are still offered", left.Value.String())
-			}
-		}
+	if left := n.offeredShares(t, shareName); left != 1 {
+		t.Errorf("%d shares are still offered", left)
 	}
 	if failed := n.unprepare(t, c); failed != "" {
 		t.Fatal(failed)

@@ -3,8 +3,8 @@
 //
 // A file's content is on disk before the file gets its name, and the directory is on disk before
 // the call returns. Files are trusted only if no other user than this process's (root on a node)
-// can have written them: see [UntrustedError]. [OpenRegular] is for files that others write: it never
-// waits for the writer of a pipe.
+// can have written them: see [UntrustedError]. [OpenRegular] is for files that others write: it
+// never waits for the writer of a pipe.
 //
 // [BootID] tells whether the node was rebooted. [FS] is the part of a file system that this package
 // needs, so that tests can simulate a crash between any two of its calls.
