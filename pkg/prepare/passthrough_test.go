@@ -249,7 +249,8 @@ func TestEndOfAClaimLeavesOtherGPUsBound(t *testing.T) {
 	p := w.plugin(t)
 	mustPrepare(t, p, newClaim("c", allocated("r", vfio0)))
 	bus.Functions[2].Display = true
-	if err := p.Unprepare(t.Context(), "uid-c"); err != nil || !slices.Equal(drivers(bus), atHome) || bus.Functions[2].Driver != busmodel.VFIO {
+	err := p.Unprepare(t.Context(), "uid-c")
+	if err != nil || !slices.Equal(drivers(bus), atHome) || bus.Functions[2].Driver != busmodel.VFIO {
 		t.Errorf("%q, the other GPU has %q, %v", drivers(bus), bus.Functions[2].Driver, err)
 	}
 }

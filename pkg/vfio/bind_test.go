@@ -34,7 +34,9 @@ func newBus() *busmodel.Bus {
 		if f.Address == extra {
 			native = "xhci_hcd"
 		}
-		b.Functions = append(b.Functions, &busmodel.Function{Address: f.Address, Driver: f.Driver, Override: f.Override, Native: native, Display: f.Address == gpu})
+		b.Functions = append(b.Functions, &busmodel.Function{
+			Address: f.Address, Driver: f.Driver, Override: f.Override, Native: native, Display: f.Address == gpu,
+		})
 	}
 	return b
 }

@@ -118,10 +118,12 @@ func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 		"a GPU in use":      {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030000", "17", "nvidia"), want: "0000:1c:00.0"},
 		"a GPU, no driver":  {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x038000", "17", ""), want: "0000:1c:00.0"},
 		"a GPU in its slot": {files: gpuFiles("17"), more: display("0000:1b:00.4", "0x030200", "", "vfio-pci"), want: "0000:1b:00.4"},
-		"both without":      {files: with(gpuFiles("17"), "driver", ""), more: display("0000:1c:00.0", "0x030200", "17", ""), want: "0000:1c:00.0"},
-		"a GPU elsewhere":   {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030200", "18", "nvidia")},
-		"bound at boot":     {files: with(gpuFiles("17"), "driver", "nvgrace_gpu_vfio_pci")},
-		"no driver at all":  {files: with(gpuFiles("17"), "driver", "")},
+		"both without": {
+			files: with(gpuFiles("17"), "driver", ""), more: display("0000:1c:00.0", "0x030200", "17", ""), want: "0000:1c:00.0",
+		},
+		"a GPU elsewhere":  {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030200", "18", "nvidia")},
+		"bound at boot":    {files: with(gpuFiles("17"), "driver", "nvgrace_gpu_vfio_pci")},
+		"no driver at all": {files: with(gpuFiles("17"), "driver", "")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := tree{t.TempDir()}

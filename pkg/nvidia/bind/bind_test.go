@@ -489,7 +489,8 @@ func TestOtherGPUIsNeitherBoundNorReleased(t *testing.T) {
 		must(t, s.Release(t.Context(), card, found))
 		s.has(card.PCIAddress, "nvidia")
 		s.has(other.PCIAddress, "vfio-pci")
-		must(t, s.Release(t.Context(), other, vfio.Found{Functions: []vfio.Binding{{Address: other.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}}}))
+		found := vfio.Found{Functions: []vfio.Binding{{Address: other.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}}}
+		must(t, s.Release(t.Context(), other, found))
 		s.is(before)
 	}
 }
