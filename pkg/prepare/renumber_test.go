@@ -16,10 +16,19 @@ import (
 
 const address1 device.PCIAddress = "0000:1c:00.0"
 
+func withdraw(t *testing.T, p *plugin) error {
+	t.Helper()
+	claims, err := p.PreparedClaims()
+	if err != nil {
+		return err
+	}
+	return p.WithdrawSpecs(t.Context(), claims)
+}
+
 // passes does what the plugin does every few seconds.
 func passes(t *testing.T, p *plugin) {
 	t.Helper()
-	if err := p.WithdrawSpecs(t.Context()); err != nil {
+	if err := withdraw(t, p); err != nil {
 		t.Fatal(err)
 	}
 	if err := p.Reconcile(t.Context()); err != nil {
@@ -175,11 +184,11 @@ func TestWithdrawalLeavesABusyClaimAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	loseFirst(w)
-	if err := p.WithdrawSpecs(t.Context()); err != nil || w.specs.of("uid-a") == "" {
+	if err := withdraw(t, p); err != nil || w.specs.of("uid-a") == "" {
 		t.Errorf("busy: %v, %q", err, w.specs.of("uid-a"))
 	}
 	busy.Release()
-	if err := p.WithdrawSpecs(t.Context()); err != nil || w.specs.of("uid-a") != "" {
+	if err := withdraw(t, p); err != nil || w.specs.of("uid-a") != "" {
 		t.Errorf("not busy: %v, %q", err, w.specs.of("uid-a"))
 	}
 }

@@ -106,14 +106,13 @@ func (p *Preparer) checkBinding(req deviceRequest) error {
 		"the inventory notices within seconds, and the kubelet retries", req.name.GPU)
 }
 
-// WithdrawSpecs removes the CDI specs of the prepared claims whose device nodes may have other
+// WithdrawSpecs removes the CDI specs of those prepared claims whose device nodes may have other
 // numbers now, because NVIDIA's driver was loaded again or took a card again. The kubelet restarts
 // containers without a Prepare, and they would get another claim's GPU. Reconcile writes the specs
 // again once the inventory has the new numbers. It accesses no hardware.
-func (p *Preparer) WithdrawSpecs(ctx context.Context) error {
-	records, err := p.opts.Ledger.PreparedClaims()
-	errs := []error{err}
-	for _, r := range records {
+func (p *Preparer) WithdrawSpecs(ctx context.Context, claims []checkpoint.Record) error {
+	var errs []error
+	for _, r := range claims {
 		if !p.isRenumbered(r) {
 			continue
 		}

@@ -33,9 +33,9 @@ import (
 
 // Claims works on the claims' checkpoint records and on what they describe.
 type Claims interface {
-	// WithdrawSpecs removes the CDI specs that may name another card's device nodes now. It needs no
-	// access to the GPUs.
-	WithdrawSpecs(ctx context.Context) error
+	// WithdrawSpecs removes the CDI specs of those claims that may name another card's device nodes
+	// now. It needs no access to the GPUs.
+	WithdrawSpecs(ctx context.Context, claims []checkpoint.Record) error
 	// Reconcile compares the records with the hardware, and finishes or rolls back interrupted calls.
 	// Its error lists what still differs.
 	Reconcile(ctx context.Context) error
@@ -156,7 +156,7 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 	if r.opts.NewerLeads() {
 		return false, nil
 	}
-	withdrawn := r.opts.Claims.WithdrawSpecs(ctx)
+	withdrawn := r.opts.Claims.WithdrawSpecs(ctx, r.specifiedClaims())
 	done, ok := r.opts.Use()
 	defer done()
 	if !ok {

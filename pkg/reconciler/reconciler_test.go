@@ -64,7 +64,7 @@ func (n *node) DisableUnusedMIGMode(context.Context, device.GPU) (bool, error) {
 	return true, nil
 }
 
-func (n *node) WithdrawSpecs(context.Context) error { return nil }
+func (n *node) WithdrawSpecs(context.Context, []checkpoint.Record) error { return nil }
 
 func (n *node) PreparedClaims() ([]checkpoint.Record, error) { return nil, nil }
 

@@ -10,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 )
 
@@ -20,7 +21,7 @@ const maxNamedSpecs = 5
 // repair writes the base spec, repairs the claims, and reports the CDI specs that were missing
 // before and exist now.
 func (r *Reconciler) repair(ctx context.Context) error {
-	claims := r.specifiedClaims()
+	claims := uidsOf(r.specifiedClaims())
 	missing := r.opts.Specs.Missing(claims)
 	var err error
 	if s := r.opts.Inventory.Snapshot(); s.Ready {
@@ -49,22 +50,30 @@ func (r *Reconciler) specWasLost(ctx context.Context) bool {
 	if r.opts.NewerLeads() {
 		return false
 	}
-	if err := r.opts.Claims.WithdrawSpecs(ctx); err != nil {
+	claims := r.specifiedClaims()
+	if err := r.opts.Claims.WithdrawSpecs(ctx, claims); err != nil {
 		klog.FromContext(ctx).V(2).Info("Failed to withdraw CDI specs; retrying", "err", err)
 	}
-	return slices.ContainsFunc(r.opts.Specs.Missing(r.specifiedClaims()), func(spec string) bool {
+	return slices.ContainsFunc(r.opts.Specs.Missing(uidsOf(claims)), func(spec string) bool {
 		return !slices.Contains(r.unrepaired, spec)
 	})
 }
 
 // specifiedClaims returns the claims that should have a CDI spec. After a reboot a claim has none
 // until the kubelet prepares it again.
-func (r *Reconciler) specifiedClaims() (uids []types.UID) {
+func (r *Reconciler) specifiedClaims() (here []checkpoint.Record) {
 	claims, _ := r.opts.Claims.PreparedClaims() // Reconcile returns the same error
 	for _, c := range claims {
 		if c.BootID == r.opts.BootID {
-			uids = append(uids, c.ClaimUID)
+			here = append(here, c)
 		}
+	}
+	return here
+}
+
+func uidsOf(claims []checkpoint.Record) (uids []types.UID) {
+	for _, c := range claims {
+		uids = append(uids, c.ClaimUID)
 	}
 	return uids
 }

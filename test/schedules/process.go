@@ -341,7 +341,8 @@ func monitors(c *resourceapi.ResourceClaim, g *gpu) bool {
 // Reconcile does what the plugin does regularly.
 func (p *process) Reconcile(ctx context.Context) error {
 	before := p.world.disturbances()
-	err := errors.Join(p.WithdrawSpecs(ctx), p.Transaction.Reconcile(ctx))
+	claims, err := p.PreparedClaims()
+	err = errors.Join(err, p.WithdrawSpecs(ctx, claims), p.Transaction.Reconcile(ctx))
 	if err == nil && !p.dead.Load() && slices.Equal(before, p.world.disturbances()) {
 		p.world.checkNumbers()
 	}
