@@ -78,7 +78,7 @@ func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device
 	return scan.CapabilityEdits(Paths(e.cfg), parent, in, c)
 }
 
-func (e nodeEdits) Binding(a device.PCIAddress) string { return scan.Binding(Paths(e.cfg), a) }
+func (e nodeEdits) Binding(a device.PCIAddress) string { return scan.Binding(e.cfg.SysfsRoot, a) }
 
 func (e nodeEdits) Monitor() specs.ContainerEdits { return scan.MonitorEdits(Paths(e.cfg)) }
 

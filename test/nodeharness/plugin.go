@@ -78,7 +78,7 @@ func (n Node) Plugin(ctx context.Context, disk durable.FS, reread Reread) (*Plug
 			OnMIG: func(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {
 				return scan.CapabilityEdits(n.Paths(), parent, in, c)
 			},
-			OnBinding: func(a device.PCIAddress) string { return scan.Binding(n.Paths(), a) },
+			OnBinding: func(a device.PCIAddress) string { return scan.Binding(n.Paths().Sysfs, a) },
 			OnVerify: func(edits specs.ContainerEdits) error {
 				edits.Hooks = nil
 				return cdi.Mapper(n.Paths().Mapper()).Verify(edits)

@@ -54,9 +54,7 @@ func Fingerprint(p nvidia.Paths) string {
 // Binding identifies the present binding of a card to its kernel driver. The driver numbers the
 // device nodes of a card when it is bound, and may choose other numbers when it is loaded again or
 // the card returns. It only looks at sysfs, so a hung GPU cannot block it.
-func Binding(p nvidia.Paths, a device.PCIAddress) string {
-	return host.Binding(p.WithDefaults().Sysfs, a)
-}
+func Binding(sysfs string, a device.PCIAddress) string { return host.Binding(sysfs, a) }
 
 // HasNVIDIADevice reports whether sysfs lists an NVIDIA display controller. The plugin polls it on
 // nodes without GPUs, so it must be cheap. It fails if sysfs cannot be read.

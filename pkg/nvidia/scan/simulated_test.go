@@ -205,7 +205,7 @@ func TestBindingLastsAsLongAsTheNumbers(t *testing.T) {
 	holds := func(when string, want ...bool) {
 		t.Helper()
 		for i, g := range first {
-			if now := Binding(s.Paths(), g.PCIAddress); (now == g.Binding) != want[i] {
+			if now := Binding(s.Paths().Sysfs, g.PCIAddress); (now == g.Binding) != want[i] {
 				t.Errorf("%s: the binding of %s is %q, and was %q", when, g.PCIAddress, now, g.Binding)
 			}
 		}
@@ -219,7 +219,7 @@ func TestBindingLastsAsLongAsTheNumbers(t *testing.T) {
 	holds("the driver is away", false, false)
 	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
 	holds("the driver is loaded again", false, false)
-	if Binding(s.Paths(), first[0].PCIAddress) != "" {
+	if Binding(s.Paths().Sysfs, first[0].PCIAddress) != "" {
 		t.Error("the lost GPU is bound")
 	}
 	left := mustScan(s).GPUs
