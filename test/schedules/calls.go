@@ -99,7 +99,7 @@ func (s *schedule) prepare(c *claim) {
 	}, func(k *call, err error) {
 		if err == nil {
 			c.phase, c.got, c.disturbed = prepared, k.object, s.disturbances()
-			c.specMayBeGone = !slices.Equal(k.disturbed, s.disturbances())
+			c.specMayBeGone = k.rebound || !slices.Equal(k.disturbed, s.disturbances())
 		}
 	})
 }

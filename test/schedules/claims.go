@@ -67,6 +67,9 @@ type call struct {
 	abandoned bool
 	// overtaken is set when the plugin instance unprepared the claim after this call had arrived.
 	overtaken bool
+	// rebound is set when another driver took a GPU during the call to which its claim has admin
+	// access.
+	rebound bool
 	// unprepares is the value of claim.unprepares when the call arrived.
 	unprepares int
 	// disturbed is the value of [world.disturbances] at the beginning of the call.

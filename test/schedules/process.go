@@ -325,6 +325,9 @@ func (w *world) rebind(effect func() error) error {
 		}
 		for _, c := range w.claims {
 			c.specMayBeGone = c.specMayBeGone || c.phase == prepared && monitors(c.got, g)
+			for _, k := range c.calls {
+				k.rebound = k.rebound || monitors(k.object, g)
+			}
 		}
 	}
 	return err
