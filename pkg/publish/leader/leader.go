@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -45,6 +46,8 @@ type Lock struct {
 	// leading lasts while this instance leads. resign ends it.
 	leading context.Context //nolint:containedctx // Release asks for its cause
 	resign  context.CancelCauseFunc
+	// watching lasts as long as a goroutine looks for requests.
+	watching sync.WaitGroup
 	// newerLeads is true from a hand-over to a newer instance, or from a look that found it leading,
 	// until this instance leads.
 	newerLeads atomic.Bool
@@ -108,7 +111,7 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 		klog.FromContext(ctx).Error(err, "Failed to write the leader's start time", "path", l.lock.Path())
 	}
 	l.leading, l.resign = context.WithCancelCause(ctx)
-	go l.watchRequests(l.leading, l.resign)
+	l.watching.Go(func() { l.watchRequests(l.leading, l.resign) })
 	if l.newerLeads.Swap(false) {
 		l.leadsAgain.Wake()
 	}
@@ -142,9 +145,11 @@ func (l *Lock) writeStarted() error {
 	return os.WriteFile(l.lock.Path(), text, 0o600)
 }
 
-// Release gives up the leader lock.
+// Release gives up the leader lock. Afterwards this instance touches no file, which an
+// uninstallation may have removed.
 func (l *Lock) Release(ctx context.Context) {
 	l.resign(nil)
+	l.watching.Wait()
 	if errors.Is(context.Cause(l.leading), errHandover) {
 		l.newerLeads.Store(true) // before the lock is free, so that no two instances keep the node's files
 	}
