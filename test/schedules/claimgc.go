@@ -94,10 +94,7 @@ func (w *world) checkNoOrphans() {
 // corrects the record.
 func stillAllocated(r checkpoint.Record, now *resourceapi.ResourceClaim) bool {
 	return !slices.ContainsFunc(r.Devices, func(d checkpoint.Device) bool {
-		return !slices.ContainsFunc(results(now), func(a result) bool {
-			a.AdminAccess = &d.AdminAccess
-			return sameAs(d, a)
-		})
+		return !slices.ContainsFunc(results(now), func(a result) bool { return sameAs(d, a) })
 	})
 }
 

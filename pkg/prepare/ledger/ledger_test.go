@@ -12,6 +12,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -150,6 +151,8 @@ func TestOrphanReason(t *testing.T) {
 	group := resourceapi.ResourceClaimConsumerReference{APIGroup: "scheduling.k8s.io", Resource: "podgroups", Name: "gang", UID: "uid-of-gang"}
 	ofGroup := claim(gpu0)
 	ofGroup.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{group}
+	onlyAdmin := claim(gpu0)
+	onlyAdmin.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
 	leftByGroup := unreserved(claim()) // the claim controller deallocates with the last reservation
 	leftByGroup.Status.Allocation = nil
 	for name, c := range map[string]struct {
@@ -161,6 +164,7 @@ func TestOrphanReason(t *testing.T) {
 		"not allocated":             {deallocated, true},
 		"allocated another device":  {claim(gpu1), true},
 		"another device and no Pod": {unreserved(claim(gpu1)), true},
+		"it with admin access":      {onlyAdmin, true},
 		"its PodGroup was deleted":  {leftByGroup, true},
 		"unchanged":                 {claim(gpu0), false},
 		"reserved for a PodGroup":   {ofGroup, false},

@@ -25,7 +25,7 @@ func (l *Ledger) OrphanReason(r checkpoint.Record, now *resourceapi.ResourceClai
 	for _, d := range r.Devices {
 		if !slices.ContainsFunc(now.Status.Allocation.Devices.Results, func(a resourceapi.DeviceRequestAllocationResult) bool {
 			return a.Driver == device.DriverName && a.Pool == d.Pool && a.Device == d.Device && a.Request == d.Request &&
-				ptr.Equal(a.ShareID, d.ShareID)
+				ptr.Equal(a.ShareID, d.ShareID) && ptr.Deref(a.AdminAccess, false) == d.AdminAccess
 		}) {
 			return "it is no longer allocated device " + d.Device
 		}
