@@ -172,7 +172,7 @@ func (rec *Reconciler) quarantineHolder(ctx context.Context, key string, reason 
 		rec.observer.Repaired(prepare.Repair{
 			Kind: "unreadable-holder", Object: key, What: "Quarantined unreadable file of a shared setting and reset the setting to its default",
 		})
-		return nil
+		return cause.Wrap(cause.Record, rec.node.Records.RemoveHolder(key)) // what killed calls left of it
 	})
 }
 
