@@ -55,8 +55,7 @@ var (
 		Steps: []Step{{Kind: "shared", Params: json.RawMessage(`{"key":"` + gpu0 + `-share_mps-daemon"}`)}},
 	}}
 	goldenHolders = []Holder{
-		newHolder(gpu0+"_time-slice", HolderClaim{UID: "u", Namespace: "default", Name: "a"}, HolderClaim{UID: "v", Namespace: "default",
-			Name: "b"}),
+		newHolder(gpu0 + "_time-slice"),
 		{Key: "u-0_mps-daemon", GPUs: []string{gpu0, gpu1}, State: Undoing, BootID: "boot-1",
 			Step: Step{Kind: "mps-daemon", Params: json.RawMessage(`{"id":"u-0"}`)}},
 	}

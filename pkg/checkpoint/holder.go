@@ -3,11 +3,8 @@ package checkpoint
 import (
 	"fmt"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
-
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
@@ -29,9 +26,9 @@ const (
 	Undoing HolderState = "Reverting"
 )
 
-// Holder is a GPU setting, MPS daemon or partition that several claims share, with the list of
-// these claims. The first claim sets it up, and the last one undoes it. Its file has all that is
-// needed to undo it, so no claim's record is needed.
+// Holder is a GPU setting, MPS daemon or partition that several claims share. The first claim sets
+// it up, and the last one undoes it: the records say which claims share it. The file has all that
+// is needed to undo it, so no claim's record is needed for that.
 type Holder struct {
 	// Key names what is shared: the name of a GPU, partition or MPS daemon, and the kind of setting,
 	// for example the time slice. The Holder's file name is made from Key.
@@ -44,29 +41,7 @@ type Holder struct {
 	BootID string `json:"bootID"`
 	// Step is the shared setting, daemon or partition in its stored form. It includes the original
 	// state of the hardware, which the last claim restores.
-	Step   Step          `json:"step"`
-	Claims []HolderClaim `json:"claims"`
-}
-
-// HolderClaim is one of the claims in a Holder's list.
-type HolderClaim struct {
-	UID       types.UID `json:"uid"`
-	Namespace string    `json:"namespace"`
-	Name      string    `json:"name"`
-}
-
-func (c HolderClaim) String() string {
-	return fmt.Sprintf("%s/%s (UID %s)", c.Namespace, c.Name, c.UID)
-}
-
-// HeldBy reports whether the claim with this UID is in the Holder's list of claims.
-func (h Holder) HeldBy(uid types.UID) bool {
-	return slices.ContainsFunc(h.Claims, func(c HolderClaim) bool { return c.UID == uid })
-}
-
-// Others returns the claims in the Holder's list except the one with this UID.
-func (h Holder) Others(uid types.UID) []HolderClaim {
-	return slices.DeleteFunc(slices.Clone(h.Claims), func(c HolderClaim) bool { return c.UID == uid })
+	Step Step `json:"step"`
 }
 
 func (s *Store) holderFile(key string) (string, error) {
@@ -85,9 +60,8 @@ func (s *Store) SaveHolder(h Holder) error {
 	return holderFormat.Write(s.disk, path, h)
 }
 
-// Holder reads the shared setting, daemon or partition with this key, and the list of its claims.
-// If err is an [*statefile.UnreadableError] or a
-// [*statefile.NewerError], the file exists but cannot be used.
+// Holder reads the shared setting, daemon or partition with this key. If err is an
+// [*statefile.UnreadableError] or a [*statefile.NewerError], the file exists but cannot be used.
 func (s *Store) Holder(key string) (h Holder, found bool, err error) {
 	path, err := s.holderFile(key)
 	if err != nil {

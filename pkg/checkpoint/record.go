@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"encoding/json"
+	"fmt"
 	"slices"
 
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -76,6 +77,22 @@ type Step struct {
 	// Params are the step's parameters. Their form depends on Kind.
 	Params json.RawMessage `json:"params"`
 }
+
+// ClaimRef names a claim. Namespace and Name are empty if its record is unreadable.
+type ClaimRef struct {
+	UID             types.UID
+	Namespace, Name string
+}
+
+func (c ClaimRef) String() string {
+	if c.Name == "" {
+		return fmt.Sprintf("with UID %s, whose record cannot be read", c.UID)
+	}
+	return fmt.Sprintf("%s/%s (UID %s)", c.Namespace, c.Name, c.UID)
+}
+
+// Claim names the record's claim.
+func (r Record) Claim() ClaimRef { return ClaimRef{r.ClaimUID, r.Namespace, r.Name} }
 
 // OccupiedDevices returns the names of the claim's devices, each once, in the order of Devices.
 // Devices with admin access are left out: they stay free for other claims.

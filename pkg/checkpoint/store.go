@@ -6,8 +6,8 @@
 // read still blocks its devices.
 //
 // Next to the records are two more kinds of files. One kind is a mark that the plugin enabled a
-// GPU's MIG mode (see [Store.Mark]). The other lists the claims that share a GPU setting, an MPS
-// daemon or a partition (see [Holder]).
+// GPU's MIG mode (see [Store.Mark]). The other is a GPU setting, an MPS daemon or a partition that
+// claims share (see [Holder]).
 //
 // The package does not lock. Callers hold the lock of the claim. To use a GPU's marks or the files
 // about what claims share on the GPU, they also hold the lock of that GPU.
@@ -33,7 +33,7 @@ import (
 // change after which an older version would do harm, raises Version and MinReader.
 var (
 	recordFormat = statefile.Format{Kind: "ClaimRecord", Version: 1, MinReader: 1}
-	holderFormat = statefile.Format{Kind: "Holder", Version: 1, MinReader: 1}
+	holderFormat = statefile.Format{Kind: "Holder", Version: 2, MinReader: 2} // version 1 lists the claims
 	markFormat   = statefile.Format{Kind: "MIGMark", Version: 1, MinReader: 1}
 )
 
@@ -87,6 +87,11 @@ type Entry struct {
 	// and the record cannot be read. Then Devices is empty, and the claim may have any device.
 	Inexact bool
 	file    string
+}
+
+// MayHave reports whether the claim has, or may have, the GPU with this name or a part of it.
+func (e Entry) MayHave(gpu string) bool {
+	return e.Inexact || slices.ContainsFunc(e.Devices, func(d string) bool { return d == gpu || strings.HasPrefix(d, gpu+"-") })
 }
 
 // read decodes the file at path into v, as [statefile.Format.Read] does. Once its reads have failed
@@ -224,6 +229,11 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 	if err != nil {
 		return Record{}, false, err
 	}
+	return s.load(uid, entries)
+}
+
+// load reads the record of a claim. entries are all those of the claim.
+func (s *Store) load(uid types.UID, entries []Entry) (r Record, found bool, err error) {
 	var path string
 	var unreadable *statefile.UnreadableError
 	for _, e := range entries {
@@ -243,6 +253,26 @@ func (s *Store) Load(uid types.UID) (r Record, found bool, err error) {
 		return Record{}, true, &statefile.UnreadableError{Path: path, Reason: fmt.Sprintf("it belongs to claim %s", r.ClaimUID)}
 	}
 	return r, true, nil
+}
+
+// LoadAll calls use with each record that among selects, as [Store.Load] returns it. It lists the
+// directory once.
+func (s *Store) LoadAll(among func(Entry) bool, use func(e Entry, r Record, found bool, err error)) error {
+	entries, err := s.List()
+	if err != nil {
+		return err
+	}
+	of := map[types.UID][]Entry{}
+	for _, e := range entries {
+		of[e.ClaimUID] = append(of[e.ClaimUID], e)
+	}
+	for _, e := range entries {
+		if among(e) {
+			r, found, err := s.load(e.ClaimUID, of[e.ClaimUID])
+			use(e, r, found, err)
+		}
+	}
+	return nil
 }
 
 // Remove deletes a claim's record. It is no error if there is none.

@@ -170,7 +170,7 @@ func TestBadRecordAffectsNoOther(t *testing.T) {
 		{"trailing data", func(b []byte) []byte { return append(slices.Clone(b), b...) }},
 		{"no minReader", func([]byte) []byte { return []byte(`{}`) }},
 		{"no payload", func([]byte) []byte { return []byte(`{"kind":"ClaimRecord","version":1,"minReader":1}`) }},
-		{"the file of a holder", func([]byte) []byte { return sealed(t, holderFormat, newHolder("k")) }},
+		{"the file of a mark", func([]byte) []byte { return sealed(t, markFormat, mark{"boot-1"}) }},
 		{"a payload of the wrong type", func([]byte) []byte {
 			return sealed(t, recordFormat, []string{})
 		}},

@@ -42,7 +42,7 @@ func TestRecordWritableByOthersIsUnreadable(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			held := Holder{Key: "gpu-0_kind", State: Applied, Claims: []HolderClaim{{UID: uid}}}
+			held := Holder{Key: "gpu-0_kind", State: Applied}
 			if err := errors.Join(s.Save(newRecord(gpu0)), s.SaveHolder(held), s.Mark(gpu0, "boot-1")); err != nil {
 				t.Fatal(err)
 			}

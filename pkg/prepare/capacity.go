@@ -28,12 +28,12 @@ func (pl *plan) checkCapacity(i int, holders []checkpoint.Record) error {
 		}
 		requested, inUse := asked[name], resource.Quantity{}
 		var names []string
-		var blockers []checkpoint.HolderClaim
+		var blockers []checkpoint.ClaimRef
 		for _, h := range holders {
 			if q, takes := consumedBy(h, d.Device)[name]; takes {
 				inUse.Add(q)
-				names = append(names, holderClaim(h).String())
-				blockers = append(blockers, holderClaim(h))
+				names = append(names, h.Claim().String())
+				blockers = append(blockers, h.Claim())
 			}
 		}
 		sum := inUse.DeepCopy()

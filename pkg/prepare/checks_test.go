@@ -5,6 +5,7 @@ package prepare_test
 import (
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -118,15 +119,21 @@ func checkSharedState(t *testing.T, w *world, h *hardware, p *plugin, found devi
 		if held.BootID != w.bootID {
 			continue
 		}
-		if held.State != checkpoint.Applied || len(held.Claims) == 0 {
-			t.Errorf("%s is %s, held by %v", key, held.State, held.Claims)
+		claims, err := p.Records.Readable()
+		if err != nil {
+			t.Fatal(err)
 		}
-		for _, c := range held.Claims {
-			r, _, err := p.Records.Load(c.UID)
-			if err != nil || r.State != checkpoint.Prepared || !slices.ContainsFunc(r.Steps,
-				func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), key) }) {
-				t.Errorf("%s is held by claim %s, whose record is %+v, %v", key, c, r, err)
+		sharing := 0
+		for _, r := range claims {
+			if slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool { return strings.Contains(string(s.Params), strconv.Quote(key)) }) {
+				sharing++
+				if r.State != checkpoint.Prepared || r.BootID != w.bootID {
+					t.Errorf("%s is shared by claim %s, whose record is %+v", key, r.Claim(), r)
+				}
 			}
+		}
+		if held.State != checkpoint.Applied || sharing == 0 {
+			t.Errorf("%s is %s, shared by %d claims", key, held.State, sharing)
 		}
 		step, err := steps.StepOf(held)
 		if err != nil {

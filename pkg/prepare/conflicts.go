@@ -52,7 +52,7 @@ func (p *Preparer) checkConflicts(pl *plan, sameAllocation bool) error {
 				conflict = findConflict(pl.requests[i], holder.OccupiedDevices())
 			}
 			if found && conflict != "" {
-				return &heldError{inUseError(d, conflictProblem(d, conflict), holder), []checkpoint.HolderClaim{holderClaim(holder)}}
+				return &heldError{inUseError(d, conflictProblem(d, conflict), holder), []checkpoint.ClaimRef{holder.Claim()}}
 			}
 		}
 	}
@@ -91,8 +91,8 @@ func (p *Preparer) checkShare(pl *plan, i int, others []checkpoint.Entry, sameAl
 // with this uid uses, whose record is unreadable. If sameAllocation is true, the claim had d
 // before. Then d is refused only if exactly one of the two claims has limited shares.
 func (p *Preparer) checkUnreadableShare(d checkpoint.Device, uid types.UID, unreadable error, sameAllocation bool) error {
-	h, _, err := p.node.Records.Holder(steps.SharedKey(d.Device, steps.MPSDaemonKind))
-	alike := err == nil && h.HeldBy(uid) == d.Fraction
+	_, fractions, err := p.node.Records.Holder(steps.SharedKey(d.Device, steps.MPSDaemonKind))
+	alike := err == nil && fractions == d.Fraction
 	if alike && sameAllocation {
 		return nil
 	}
@@ -154,7 +154,7 @@ func (p *Preparer) prepareAfterConflict(ctx context.Context, c *resourceapi.Reso
 // waitForUnprepare waits until one of the claims in "holders" is unprepared, and returns true. It
 // returns false if ctx ends or the plugin stops first, or if the record of one of these claims
 // cannot be read.
-func (p *Preparer) waitForUnprepare(ctx context.Context, holders []checkpoint.HolderClaim) bool {
+func (p *Preparer) waitForUnprepare(ctx context.Context, holders []checkpoint.ClaimRef) bool {
 	if ctx.Err() != nil {
 		return false
 	}

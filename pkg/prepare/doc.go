@@ -43,11 +43,13 @@
 // # Sharing
 //
 // Several claims can share time slices, a compute mode, an MPS daemon or a partition. The step that
-// provides one of these has a holder file (see [checkpoint.Holder]), which lists the claims and has
-// the original state. The first claim applies the step. A further claim joins if it wants the same
-// value, and is otherwise refused with the names of the claims in the file. The last claim to leave
-// restores the original state. The file has all that this needs, so a claim with an unreadable
-// record can leave too.
+// provides one of these has a holder file with the original state (see [checkpoint.Holder]). The
+// first claim applies the step. A further claim joins if it wants the same value, and is otherwise
+// refused with the names of the others. The last claim that ends restores the original state.
+//
+// The claims' records of this boot say which claims share a step. They name it before it is
+// applied, so a claim that ends has nothing to write, which a full disk would refuse. An unreadable
+// record counts for all steps that claims with its devices can share, until it is quarantined.
 //
 // While claims share a step, every repeated Prepare and every Reconcile checks its effect and
 // applies the step again if needed. The NVIDIA driver forgets settings at a reload and at a reset.

@@ -13,7 +13,7 @@ import (
 // claims in blockers was unprepared.
 type heldError struct {
 	error
-	blockers []checkpoint.HolderClaim
+	blockers []checkpoint.ClaimRef
 }
 
 func (e *heldError) Unwrap() error { return e.error }
@@ -26,7 +26,7 @@ func inUseError(d checkpoint.Device, problem string, other checkpoint.Record) er
 	if other.State == checkpoint.Reverting {
 		wayOut = "that claim is being unprepared, which ends when no process uses its partitions"
 	}
-	return cause.Errorf(cause.Held, "request %s: device %s %s by claim %s: %s", d.Request, d.Device, problem, holderClaim(other), wayOut)
+	return cause.Errorf(cause.Held, "request %s: device %s %s by claim %s: %s", d.Request, d.Device, problem, other.Claim(), wayOut)
 }
 
 // inUnknownUseError refuses device d, because it has this problem with the claim with this uid,
@@ -34,10 +34,6 @@ func inUseError(d checkpoint.Device, problem string, other checkpoint.Record) er
 func inUnknownUseError(d checkpoint.Device, problem string, uid types.UID, unreadable error) error {
 	return cause.Errorf(cause.Held, "request %s: device %s %s by the claim with UID %s, whose record cannot be read (%v): %s",
 		d.Request, d.Device, problem, uid, unreadable, waitForPods)
-}
-
-func holderClaim(r checkpoint.Record) checkpoint.HolderClaim {
-	return checkpoint.HolderClaim{UID: r.ClaimUID, Namespace: r.Namespace, Name: r.Name}
 }
 
 // LostError reports that a device of a prepared claim no longer exists. The driver has removed the

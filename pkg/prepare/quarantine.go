@@ -15,10 +15,9 @@ import (
 )
 
 // quarantineRecord moves an unreadable record away when its claim is prepared or unprepared. It
-// removes the claim's CDI spec, and removes the claim from all settings, daemons and partitions
-// that it shares. MIG instances that were created for this claim alone stay, because nothing proves
-// any more that this driver created them. GPUs stay bound to VFIO, because nothing tells which
-// drivers they had.
+// removes the claim's CDI spec, and what only this claim may have shared. MIG instances that were
+// created for this claim alone stay, because nothing proves any more that this driver created them.
+// GPUs stay bound to VFIO, because nothing tells which drivers they had.
 func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadable *statefile.UnreadableError) error {
 	entries, err := p.node.Records.List()
 	if err != nil {
@@ -27,8 +26,19 @@ func (p *Preparer) quarantineRecord(ctx context.Context, uid types.UID, unreadab
 	if err := p.node.Specs.RemoveClaim(uid); err != nil {
 		return cause.Wrap(cause.Step, err)
 	}
-	if err := p.LeaveSharedSteps(ctx, uid); err != nil {
+	shared, err := p.SharedGPUs()
+	if err != nil {
 		return err
+	}
+	work, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
+	defer cancel()
+	for _, gpu := range shared {
+		if !slices.ContainsFunc(entries, func(e checkpoint.Entry) bool { return e.ClaimUID == uid && e.MayHave(gpu) }) {
+			continue
+		}
+		if err := p.EndUnshared(work, gpu, uid); err != nil {
+			return err
+		}
 	}
 	places, err := p.node.Records.Quarantine(uid, p.node.Now())
 	if err != nil {
@@ -70,42 +80,74 @@ func devicesOf(entries []checkpoint.Entry, uid types.UID, among func(device.Name
 	return devices
 }
 
-// LeaveSharedSteps takes a claim without a readable record off all settings, daemons and partitions
-// that it shares. It finds these by their files, which list the claims.
-func (p *Preparer) LeaveSharedSteps(ctx context.Context, uid types.UID) error {
+// SharedGPUs returns the GPUs of which something was set up for several claims.
+func (p *Preparer) SharedGPUs() (gpus []string, _ error) {
 	keys, err := p.node.Records.Holders()
-	if err != nil {
-		return cause.Wrap(cause.Record, err)
-	}
-	var list []*steps.Shared
-	var gpus []string
 	for _, key := range keys {
-		h, found, err := p.node.Records.Holder(key)
-		if err != nil || !found || !h.HeldBy(uid) {
-			continue // the last claim whose record names an unreadable file cleans it up
-		}
-		list = append(list, &steps.Shared{Key: key, GPUs: h.GPUs, Want: h.Step})
+		h, _, _ := p.node.Records.Holder(key) // an unreadable one names no GPUs
 		gpus = append(gpus, h.GPUs...)
 	}
-	if len(list) == 0 {
-		return nil
+	slices.Sort(gpus)
+	return slices.Compact(gpus), cause.Wrap(cause.Record, err)
+}
+
+// EndUnshared ends what no claim but "ending" shares any more of what was shared on the GPU:
+// settings, daemons and partitions. It leaves those whose file is unreadable. A claim that ends has
+// its record until all is reverted, so that no other claim gets the place of a partition before.
+func (p *Preparer) EndUnshared(ctx context.Context, gpu string, ending types.UID) error {
+	list, err := p.unshared(ending, func(h checkpoint.Holder) bool { return slices.Contains(h.GPUs, gpu) })
+	if err != nil || len(list) == 0 {
+		return err
+	}
+	var gpus []string
+	for _, s := range list {
+		gpus = append(gpus, s.GPUs...)
 	}
 	locks, err := p.opts.Locks.Acquire(ctx, gpus...)
 	if err != nil {
-		return LockError("another claim is being prepared or unprepared on the same GPU", err)
+		return LockError("a claim is being prepared or unprepared on the same GPU", err)
 	}
 	defer locks.Release()
-	steps.SortShared(list)
-	slices.Reverse(list)
-	env := steps.NewEnv(p.node, &checkpoint.Record{ClaimUID: uid, BootID: p.node.BootID}, nil)
-	work, cancel := steps.WithTimeout(ctx, steps.DestroyTime, steps.AnswerTime)
-	defer cancel()
+	isFree := func(gpu string) bool { return !slices.Contains(gpus, gpu) }
+	list, err = p.unshared(ending, func(h checkpoint.Holder) bool { return !slices.ContainsFunc(h.GPUs, isFree) })
+	if err != nil {
+		return err
+	}
+	env := steps.NewEnv(p.node, &checkpoint.Record{BootID: p.node.BootID}, nil)
 	for _, s := range list {
-		if err := s.Revert(work, env); err != nil {
+		ended, err := s.End(ctx, env)
+		if err != nil {
 			return cause.OrStep(err)
 		}
-		Repair{"leftover-share", "Released a shared GPU setting for a claim without a checkpoint record",
-			string(uid) + " " + s.Key}.Report(ctx, p.opts.Observer)
+		if ended {
+			Repair{"leftover-share", "Reverted what no claim shares any more", s.Key}.Report(ctx, p.opts.Observer)
+		}
 	}
 	return nil
+}
+
+// unshared returns, of what among selects, what no claim but "ending" shares, in the order in which
+// it must be reverted.
+func (p *Preparer) unshared(ending types.UID, among func(checkpoint.Holder) bool) (list []*steps.Shared, _ error) {
+	keys, err := p.node.Records.Holders()
+	if err != nil {
+		return nil, cause.Wrap(cause.Record, err)
+	}
+	var gpus []string
+	for _, key := range keys {
+		if h, found, err := p.node.Records.Holder(key); err == nil && found && among(h) {
+			list = append(list, &steps.Shared{Key: key, GPUs: h.GPUs, Want: h.Step})
+			gpus = append(gpus, h.GPUs...)
+		}
+	}
+	if len(list) == 0 {
+		return nil, nil
+	}
+	sharers, err := steps.ReadSharers(p.node.Records, p.node.BootID, gpus)
+	list = slices.DeleteFunc(list, func(s *steps.Shared) bool {
+		return slices.ContainsFunc(sharers.Of(s.Key), func(c checkpoint.ClaimRef) bool { return c.UID != ending })
+	})
+	steps.SortShared(list)
+	slices.Reverse(list)
+	return list, err
 }

@@ -73,6 +73,45 @@ func TestLastHolderRestoresOriginalSettings(t *testing.T) {
 	}
 }
 
+// The kubelet keeps a Pod's volumes until its claims are unprepared. So Unprepare must succeed on a
+// disk that these volumes have filled.
+func TestSharingClaimsEndOnAFullDisk(t *testing.T) {
+	for _, s := range sharingScenes() {
+		if !strings.HasSuffix(s.name, "joined") && !strings.HasSuffix(s.name, "first") {
+			continue
+		}
+		for _, backwards := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, backwards %v", s.name, backwards), func(t *testing.T) {
+				w := newWorld(t)
+				h := withMPS(w)
+				h.of(t, gpu0).TimeSlice = device.TimeSliceMedium
+				for _, c := range s.claims {
+					mustPrepare(t, w.plugin(t), c)
+					w.scan()
+				}
+				w.disk.Fill()
+				p := w.plugin(t)
+				for i := range s.claims {
+					if backwards {
+						i = len(s.claims) - 1 - i
+					}
+					mustUnprepare(t, p, s.claims[i].UID)
+				}
+				w.disk.Free()
+				w.scan()
+				if err := p.Reconcile(t.Context()); err != nil {
+					t.Error(err)
+				}
+				checkSharedState(t, w, h, p, device.TimeSliceMedium)
+				checkClean(t, w)
+				if left := w.holders(); len(left) != 0 {
+					t.Errorf("holders left: %q", left)
+				}
+			})
+		}
+	}
+}
+
 func TestWholeGPUPaysNothingForSharing(t *testing.T) {
 	c := newClaim("c", allocated("r", gpu0))
 	unshared := writesOf(t, newWorld(t), c)

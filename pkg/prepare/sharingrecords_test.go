@@ -1,5 +1,5 @@
-// The holder file has all that sharing needs, so claims can leave with unreadable records and after
-// an upgrade.
+// The records say which claims share something, and the holder file how to undo it. So claims can
+// end with unreadable records and after an upgrade.
 
 package prepare_test
 
@@ -180,9 +180,8 @@ func TestHolderFileWithWrongStepOfPreparedClaimIsAnError(t *testing.T) {
 	}
 }
 
-// If the file that lists the claims sharing a setting is unreadable, no further claim can share the
-// setting. Claims that already share it must keep working, and the last one to leave must reset it
-// to the default.
+// If the file of a shared setting is unreadable, no further claim can share the setting. Claims
+// that already share it must keep working, and the last one to leave must reset it to the default.
 func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 	for _, s := range sharingScenes() {
 		if !strings.HasSuffix(s.name, "joined") {
@@ -203,7 +202,7 @@ func TestUnreadableHolderRefusesJoinsAndEndsInDefault(t *testing.T) {
 			third := s.claims[0].DeepCopy()
 			third.Name, third.UID = "third", "uid-third"
 			if _, err := p.Prepare(t.Context(), third); cause.Of(err) != cause.Held ||
-				!strings.Contains(err.Error(), "it is unknown which claims share") {
+				!strings.Contains(err.Error(), "it is unknown how ") {
 				t.Errorf("cause %s: %v", cause.Of(err), err)
 			}
 			if s.claims[0] != migPart1 { // only the lost file proved that the driver created the MIG instance
@@ -271,7 +270,7 @@ func TestUnreadableHolderIsQuarantinedUnderItsLock(t *testing.T) {
 var update = flag.Bool("update", false, "write the files of testdata anew: those of a version that was released are never changed")
 
 // golden is a directory with files that earlier versions wrote for claims that share devices: the
-// claims' records, and the files that list which claims share a setting.
+// claims' records, and the files of what they share.
 const golden = "testdata/sharing"
 
 // This version must be able to prepare and unprepare claims with the files of shared settings that

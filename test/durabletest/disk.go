@@ -30,6 +30,7 @@ type Disk struct {
 	failAt  int
 	failure error
 	stopped bool
+	full    bool
 	// unread has the errors with which reads fail, by path.
 	unread map[string]error
 }
@@ -53,6 +54,18 @@ func (d *Disk) FailAt(n int, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.writes, d.failAt, d.failure = 0, n, err
+}
+
+// Fill lets each Create fail from now on, as on a full disk. It leaves a part of the file, too.
+func (d *Disk) Fill() { d.setFull(true) }
+
+// Free ends what [Disk.Fill] began.
+func (d *Disk) Free() { d.setFull(false) }
+
+func (d *Disk) setFull(full bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.full = full
 }
 
 // FailReads lets each read of the file fail with err from now on. If err is nil, it ends that.
@@ -183,6 +196,10 @@ func (d *Disk) Create(path string, data []byte) error {
 			d.visible[path] = data[:len(data)/2]
 		}
 		return err
+	}
+	if d.full {
+		d.visible[path] = data[:len(data)/2]
+		return syscall.ENOSPC
 	}
 	d.visible[path] = data
 	return nil

@@ -117,6 +117,7 @@ func (s *schedule) corruptFile() {
 	}
 	slices.Sort(paths)
 	path := pick(s.dice, paths)
+	s.noteShared(path)
 	s.disk.Put(path, []byte("{"))
 	s.markUnreadable(path)
 }

@@ -2,6 +2,7 @@ package schedules
 
 import (
 	"context"
+	"maps"
 	"slices"
 )
 
@@ -27,6 +28,7 @@ func (s *schedule) call(c *claim, p *process, what string, do func(ctx context.C
 	ctx, cancel := context.WithTimeout(context.WithValue(p.ctx, callKey{}, k), kubeletTimeout)
 	k.cancel = cancel
 	c.calls = append(c.calls, k)
+	maps.DeleteFunc(s.shared, func(path string, _ []string) bool { return c.isAbout(path) })
 	p.running++
 	s.trace = append(s.trace, entry{process: p.id, what: what + " " + c.name})
 	s.background(func() func() {

@@ -46,14 +46,14 @@
 //     a reconciliation, no CDI spec names another GPU's device node.
 //  2. No success without durable state. What a successful Prepare promises exists, and survives a
 //     power cut: record, specs, partition, settings, daemon. After a successful Unprepare no file
-//     names the claim.
+//     names the claim, and each holder file has a claim, except of a time slice.
 //  3. A success stays true. A prepared claim keeps its record. It keeps its spec, except after an
 //     event whose damage only reconciliation repairs.
 //  4. Nothing changes that belongs to an admin. The plugin destroys no MIG instance of an admin,
 //     and restores the settings that an admin had made.
 //  5. No leak. After all faults, when every claim is unprepared, there are no records, specs,
-//     holder files (which list the claims that share a setting), MIG instances, daemons or locks.
-//  6. Every claim can be unprepared, and every device can be prepared again.
+//     holder files (the state of settings that claims share), MIG instances, daemons or locks.
+//  6. Every claim can be unprepared, on a full disk too, and every device can be prepared again.
 //
 // After a change of MIG policies two more hold (policyinvariants.go): no GPU is over-committed, and
 // every allocated claim can be prepared.

@@ -34,7 +34,7 @@ func (s *schedule) finish() {
 		s.freeUnnoticed(c)
 		s.reallocate(c)
 	}
-	s.noFaults = true
+	s.noFaults, s.endsFull = true, s.chance(25)
 	s.finalChecks(s.uids())
 }
 
@@ -78,7 +78,10 @@ func (w *world) finalChecks(uids []types.UID) {
 		w.checkNoOrphans()
 	}
 	w.checkPreparable(p)
-	w.note("all claims are unprepared")
+	w.note("all claims are unprepared, on a full disk: %v", w.endsFull)
+	if w.endsFull {
+		w.disk.Fill()
+	}
 	for _, uid := range uids {
 		if err := p.Unprepare(p.ctx, uid); err != nil {
 			w.violates("claim %s cannot be unprepared: %v", uid, err)
@@ -86,6 +89,7 @@ func (w *world) finalChecks(uids []types.UID) {
 		}
 		w.checkUnprepared(uid)
 	}
+	w.disk.Free()
 	if err := p.Reconcile(p.ctx); err != nil {
 		w.violates("reconciliation after all claims are unprepared: %v", err)
 	}

@@ -1,11 +1,13 @@
 package schedules
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -239,7 +241,8 @@ func (w *world) ownerOf(path string) string {
 }
 
 // checkUnprepared runs when Unprepare has just succeeded. It adds a violation if the claim still
-// has a checkpoint record, is listed in a holder file or has a CDI spec, now or after a power cut.
+// has a checkpoint record or a CDI spec, or if a holder file has no claim, now or after a power
+// cut.
 func (w *world) checkUnprepared(uid types.UID) {
 	after := w.disk.Clone()
 	after.PowerCut()
@@ -253,10 +256,10 @@ func (w *world) checkUnprepared(uid types.UID) {
 			w.violates("unprepared claim %s has a record %s: %v", uid, when, err)
 		}
 		for _, h := range w.holders(store) {
-			// If a state file was unreadable, the claim may still be listed in the holder file of a shared
-			// setting. The next reconciliation removes it.
-			if h.HeldBy(uid) && !w.stateUnreadable {
-				w.violates("unprepared claim %s is listed in holder file %s %s", uid, h.Key, when)
+			// A time slice that could not be restored stays until a reconciliation restores it. If a state
+			// file was unreadable, the next reconciliation also removes the file.
+			if h.Step.Kind != "time-slice" && h.BootID == w.bootID() && !w.stateUnreadable && !w.isShared(store, h) {
+				w.violates("claim %s was unprepared, and no claim has holder file %s %s", uid, h.Key, when)
 			}
 		}
 	}
@@ -285,6 +288,56 @@ func (w *world) holders(store *checkpoint.Store) []checkpoint.Holder {
 	return all
 }
 
+// noteShared notes what the claim shares whose record is at path, before the record is damaged.
+func (w *world) noteShared(path string) {
+	var file struct{ Payload checkpoint.Record }
+	raw, err := w.disk.ReadFile(path)
+	if err != nil || json.Unmarshal(raw, &file) != nil || file.Payload.BootID != w.bootID() || file.Payload.State != checkpoint.Prepared {
+		return
+	}
+	for _, step := range file.Payload.Steps {
+		var shared struct{ Key string }
+		if step.Kind == "shared" && json.Unmarshal(step.Params, &shared) == nil {
+			w.shared[path] = append(w.shared[path], shared.Key)
+		}
+	}
+}
+
+// checkShared adds a violation if what a claim shares whose record is damaged has no holder file
+// any more, and so was undone. Its Pod may still run.
+func (w *world) checkShared() {
+	visible, _ := w.disk.State()
+	for path, keys := range w.shared {
+		if _, there := visible[path]; !there {
+			delete(w.shared, path)
+			continue
+		}
+		for _, key := range keys {
+			if _, there := visible[state+"/holders/"+key+".json"]; !there {
+				w.violates("%s was undone, which the claim of the damaged record %s shares", key, path)
+			}
+		}
+	}
+}
+
+// isShared reports whether a record of this boot names what the holder file is about, or may name
+// it because it cannot be read.
+func (w *world) isShared(store *checkpoint.Store, h checkpoint.Holder) bool {
+	entries, err := store.List()
+	if err != nil {
+		w.violates("list the records: %v", err)
+	}
+	return slices.ContainsFunc(entries, func(e checkpoint.Entry) bool {
+		r, _, err := store.Load(e.ClaimUID)
+		if err != nil {
+			return slices.ContainsFunc(h.GPUs, e.MayHave)
+		}
+		return r.BootID == w.bootID() && slices.ContainsFunc(r.Steps, func(s checkpoint.Step) bool {
+			return strings.Contains(string(s.Params), strconv.Quote(h.Key))
+		})
+	})
+}
+
 // checkIdle adds a violation for each invariant that is broken while no call is in flight, such as
 // a prepared claim without a checkpoint record.
 func (w *world) checkIdle() {
@@ -310,11 +363,11 @@ func (w *world) checkIdle() {
 	}
 	w.checkDaemons()
 	w.checkAdminInstances()
+	w.checkShared()
 }
 
-// checkDaemons adds a violation if an MPS daemon has no holder file, which lists the claims that
-// use the daemon. The plugin writes that file before it starts the daemon, and removes it after it
-// has stopped the daemon.
+// checkDaemons adds a violation if an MPS daemon has no holder file. The plugin writes that file
+// before it starts the daemon, and removes it after it has stopped the daemon.
 func (w *world) checkDaemons() {
 	store, err := files(w.disk.Clone())
 	if err != nil {
@@ -376,27 +429,23 @@ func (w *world) isOfEarlierBoot(store *checkpoint.Store, c *claim) bool {
 	return err == nil && r.BootID != w.bootID()
 }
 
-// checkNoLeftovers adds a violation if a holder file lists a claim without a checkpoint record, or
-// if a MIG instance belongs neither to a claim with such a record nor to an admin.
+// checkNoLeftovers adds a violation if no claim shares what a holder file is about, or if a MIG
+// instance belongs neither to a claim with such a record nor to an admin.
 func (w *world) checkNoLeftovers(store *checkpoint.Store) {
 	entries, err := store.List()
 	if err != nil {
 		w.violates("list the records: %v", err)
 		return
 	}
-	recorded := map[types.UID]bool{}
 	held := map[string]bool{}
 	for _, e := range entries {
-		recorded[e.ClaimUID] = true
 		for _, d := range e.Devices {
 			held[strings.TrimSuffix(d, "-share")] = true
 		}
 	}
 	for _, h := range w.holders(store) {
-		for _, c := range h.Claims {
-			if !recorded[c.UID] && h.BootID == w.bootID() {
-				w.violates("holder file %s lists claim %s, which has no record", h.Key, c.UID)
-			}
+		if !w.isShared(store, h) {
+			w.violates("no claim has holder file %s", h.Key)
 		}
 	}
 	for _, g := range w.gpus {

@@ -32,9 +32,14 @@ type world struct {
 	slowFor time.Duration
 	// noFaults lets every call of the plugin continue at once and without a fault.
 	noFaults bool
+	// endsFull means that the claims are unprepared at the end while the disk is full: the kubelet
+	// keeps the volumes that fill it until their Pod's claims are unprepared.
+	endsFull bool
 	// stateUnreadable is set when a file of the plugin's state was unreadable. The plugin may then no
 	// longer know its MIG instances and the settings to restore.
 	stateUnreadable bool
+	// shared has the keys of the holder files that damaged records of this boot name, by their paths.
+	shared map[string][]string
 	// nameSurvives reports whether file names in directory dir that were not synced survive a power
 	// cut.
 	nameSurvives func(dir string) bool
@@ -83,7 +88,7 @@ func (w *world) violates(format string, args ...any) {
 func newWorld(dir string, cards int) (*world, error) {
 	w := &world{
 		node: newNode(cards), specs: realSpecs{filepath.Join(dir, "cdi"), filepath.Join(dir, "metadata")},
-		lockFile: filepath.Join(dir, "claims.lock"), blocked: newBlockedCalls(),
+		lockFile: filepath.Join(dir, "claims.lock"), blocked: newBlockedCalls(), shared: map[string][]string{},
 	}
 	return w, w.specs.clear()
 }
@@ -126,6 +131,7 @@ func (w *world) powerCut() {
 		w.kill(p)
 	}
 	w.note("power cut and reboot")
+	clear(w.shared)
 	w.disk.PowerCutKeeping(w.nameSurvives)
 	if err := w.specs.clear(); err != nil {
 		w.violates("clear the CDI directory: %v", err)

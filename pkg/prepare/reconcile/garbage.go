@@ -28,9 +28,9 @@ func (rec *Reconciler) collectGarbage(ctx context.Context) error {
 	return errors.Join(rec.collectRecordless(ctx), rec.collectUnreferenced(ctx))
 }
 
-// collectUnreferenced quarantines unreadable files of shared settings, restores settings whose file
-// lists no claim any more, deletes unfinished files, and stops MPS daemons without a file. Unless a
-// file lists no claim, it spares what a claim's record names.
+// collectUnreferenced ends what no claim shares any more: see [prepare.Preparer.EndUnshared]. It
+// also quarantines unreadable files of shared settings, deletes unfinished files, and stops MPS
+// daemons without a file. It spares what a claim's record names.
 func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
 	finished, err := rec.node.Records.Holders()
 	if err != nil {
@@ -45,23 +45,28 @@ func (rec *Reconciler) collectUnreferenced(ctx context.Context) error {
 	slices.Sort(keys)
 	var all []func() error
 	for _, key := range slices.Compact(keys) {
-		switch h, found, err := rec.node.Records.Holder(key); {
+		switch _, found, err := rec.node.Records.Holder(key); {
 		case isUnreadable(found, err):
 			all = append(all, func() error { return rec.quarantineHolder(ctx, key, err) })
 		case isAbsent(found, err):
 			all = append(all, func() error {
 				return rec.removeAbandoned(ctx, key, slices.Contains(unfinished, key), slices.Contains(daemons, key))
 			})
-		case err == nil && len(h.Claims) == 0:
-			all = append(all, func() error { return rec.finishUndo(ctx, key) })
 		}
 	}
-	return errors.Join(daemonsErr, inParallel(all))
+	shared, err := rec.transaction.SharedGPUs()
+	for _, gpu := range shared {
+		all = append(all, func() error {
+			work, cancel := context.WithTimeout(ctx, sharedCheckTime)
+			defer cancel()
+			return rec.transaction.EndUnshared(work, gpu, "")
+		})
+	}
+	return errors.Join(err, daemonsErr, inParallel(all))
 }
 
-// collectRecordless removes unfinished record files. It also cleans up after claims that have no
-// record: it removes their CDI specs, and takes them off the lists of those that share a setting or
-// daemon. For each claim it takes the claim's lock.
+// collectRecordless removes unfinished record files, and the CDI specs of claims that have no
+// record. For each claim it takes the claim's lock.
 func (rec *Reconciler) collectRecordless(ctx context.Context) error {
 	entries, err := rec.node.Records.List()
 	if err != nil {
@@ -72,34 +77,14 @@ func (rec *Reconciler) collectRecordless(ctx context.Context) error {
 		return cause.Wrap(cause.Record, err)
 	}
 	specified, specsErr := rec.node.Specs.Claims()
-	sharing, sharingErr := rec.claimsInHolders()
-	uids := slices.DeleteFunc(slices.Concat(specified, sharing), func(uid types.UID) bool { return hasRecord(entries, uid) })
+	uids := slices.DeleteFunc(specified, func(uid types.UID) bool { return hasRecord(entries, uid) })
 	uids = append(uids, unfinished...)
 	slices.Sort(uids)
 	var all []func() error
 	for _, uid := range slices.Compact(uids) {
 		all = append(all, func() error { return rec.removeLeftovers(ctx, uid) })
 	}
-	return errors.Join(cause.Wrap(cause.Step, specsErr), sharingErr, inParallel(all))
-}
-
-// claimsInHolders returns the claims that share a setting, daemon or partition, according to the
-// files in the directory holders.
-func (rec *Reconciler) claimsInHolders() (uids []types.UID, _ error) {
-	keys, err := rec.node.Records.Holders()
-	if err != nil {
-		return nil, cause.Wrap(cause.Record, err)
-	}
-	for _, key := range keys {
-		h, _, err := rec.node.Records.Holder(key)
-		if err != nil {
-			continue // collectUnreferenced handles unreadable holder files
-		}
-		for _, c := range h.Claims {
-			uids = append(uids, c.UID)
-		}
-	}
-	return uids, nil
+	return errors.Join(cause.Wrap(cause.Step, specsErr), inParallel(all))
 }
 
 func hasRecord(entries []checkpoint.Entry, uid types.UID) bool {
@@ -122,9 +107,7 @@ func (rec *Reconciler) removeLeftovers(ctx context.Context, uid types.UID) error
 		if hasRecord(entries, uid) {
 			return nil
 		}
-		work, cancelWork := context.WithTimeout(ctx, steps.PeriodicTime+steps.AnswerTime)
-		defer cancelWork()
-		return errors.Join(rec.removeSpec(ctx, uid), rec.transaction.LeaveSharedSteps(work, uid))
+		return rec.removeSpec(ctx, uid)
 	})
 }
 
@@ -174,37 +157,6 @@ func (rec *Reconciler) quarantineHolder(ctx context.Context, key string, reason 
 		})
 		return cause.Wrap(cause.Record, rec.node.Records.RemoveHolder(key)) // what killed calls left of it
 	})
-}
-
-// finishUndo tries again to restore a setting that could not be restored when its last claim was
-// unprepared. If that fails again, finishUndo logs the error and returns nil, because an error
-// would cause an early Reconcile.
-func (rec *Reconciler) finishUndo(ctx context.Context, key string) error {
-	work, cancel := context.WithTimeout(ctx, sharedCheckTime)
-	defer cancel()
-	locks, err := rec.lockKey(work, key)
-	if err != nil {
-		return err
-	}
-	defer locks.Release()
-	h, found, err := rec.node.Records.Holder(key)
-	if err != nil || !found || len(h.Claims) > 0 {
-		return nil // another call removed the file, or claims use it again
-	}
-	s := &steps.Shared{Key: key, GPUs: h.GPUs, Want: h.Step}
-	env := steps.NewEnv(rec.node, &checkpoint.Record{BootID: rec.node.BootID}, nil)
-	if h.BootID == rec.node.BootID {
-		if err := s.Undo(work, env); err != nil {
-			klog.FromContext(ctx).Error(err,
-				"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", key)
-			return nil
-		}
-	}
-	if err := s.RemoveHolder(env); err != nil {
-		return err
-	}
-	rec.report(ctx, "leftover-holder", "Reverted a shared setting that no claim uses any more", key)
-	return nil
 }
 
 // removeAbandoned removes the unfinished file of a shared setting that a killed call left, and
@@ -257,7 +209,7 @@ func (rec *Reconciler) cleanUnreferenced(ctx context.Context, key string, unchan
 	if _, found, err := rec.node.Records.Holder(key); !unchanged(found, err) {
 		return nil
 	}
-	if sharing, err := steps.ClaimsSharing(rec.node.Records, key, nil); len(sharing) > 0 || err != nil {
+	if sharers, err := steps.ReadSharers(rec.node.Records, rec.node.BootID, nil); err != nil || len(sharers.Of(key)) > 0 {
 		return err
 	}
 	return clean(work)

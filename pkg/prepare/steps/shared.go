@@ -17,8 +17,9 @@ import (
 const SharedKind = "shared"
 
 // Shared wraps a Sharable, such as setting a time slice. The first claim applies the
-// wrapped step, and the last one reverts it. A file (see [checkpoint.Holder]) has the common state
-// and lists the claims. Callers hold the GPUs' locks.
+// wrapped step, and the last one reverts it: see [ReadSharers]. A file has the common state (see
+// [checkpoint.Holder]). A claim's record has the step before Apply, so a claim that ends writes no
+// file. Callers hold the GPUs' locks.
 type Shared struct {
 	change
 	Key  string   `json:"key"`
@@ -26,8 +27,8 @@ type Shared struct {
 	// Want is the wrapped step as this claim would apply it if it came first.
 	Want checkpoint.Step `json:"want"`
 
-	// step is the step that all claims with this key share, and holder the file that lists the claims,
-	// as it was last read. They are not part of the claim's record.
+	// step is the step that all claims with this key share, and holder its file, as it was last read.
+	// They are not part of the claim's record.
 	step   Sharable
 	holder checkpoint.Holder
 	// fresh means that the step is not applied in this boot: either no claim shares it, or its claims
@@ -128,24 +129,14 @@ func (s *Shared) load(records *checkpoint.Store, bootID string) error {
 	return err
 }
 
-// Apply adds the claim to those that share the step. It applies the wrapped step if this is the
-// first claim, and otherwise makes sure that it is still in effect.
+// Apply applies the wrapped step if this is the first claim that shares it, and otherwise makes
+// sure that it is still in effect.
 func (s *Shared) Apply(ctx context.Context, env *Env) error {
 	if err := s.Load(env.Records, env.BootID); err != nil {
 		return err
 	}
 	if err := s.agree(ctx, env); err != nil {
 		return err
-	}
-	joined := !s.holder.HeldBy(env.ClaimUID)
-	if joined {
-		s.holder.Claims = append(s.holder.Claims,
-			checkpoint.HolderClaim{UID: env.ClaimUID, Namespace: env.Namespace, Name: env.Name})
-	}
-	if joined && s.isApplied() {
-		if err := s.save(env); err != nil {
-			return err
-		}
 	}
 	return env.Pass.once(s.Key, func() error { return s.applyOrMaintain(ctx, env) })
 }
@@ -158,7 +149,11 @@ func (s *Shared) agree(ctx context.Context, env *Env) error {
 	if err != nil || s.fresh || want.describe() == s.step.describe() {
 		return err
 	}
-	if others := s.holder.Others(env.ClaimUID); len(others) > 0 {
+	others, err := s.others(env)
+	if err != nil {
+		return err
+	}
+	if len(others) > 0 {
 		return cause.Errorf(cause.Held, "the claim wants %s, but %s is set for %s: ask for the same, or wait until the last Pod of every such "+
 			"claim has ended on this node",
 			want.describe(), s.step.describe(), listClaims(others))
@@ -168,6 +163,12 @@ func (s *Shared) agree(ctx context.Context, env *Env) error {
 	}
 	s.step, s.holder.Step, s.fresh = want, checkpoint.Step{}, true
 	return nil
+}
+
+// others returns the other claims that share the step.
+func (s *Shared) others(env *Env) ([]checkpoint.ClaimRef, error) {
+	sharers, err := ReadSharers(env.Records, env.BootID, s.GPUs)
+	return slices.DeleteFunc(sharers.Of(s.Key), func(c checkpoint.ClaimRef) bool { return c.UID == env.ClaimUID }), err
 }
 
 func (s *Shared) isApplied() bool { return !s.fresh && s.holder.State == checkpoint.Applied }
@@ -210,53 +211,43 @@ func (s *Shared) save(env *Env) error {
 	return cause.Wrap(cause.Record, err)
 }
 
-// Revert removes the claim from those that share the step. If no other claim is left, Revert also
-// reverts the wrapped step.
+// Revert reverts the wrapped step, unless another claim shares it.
 func (s *Shared) Revert(ctx context.Context, env *Env) error {
+	if others, err := s.others(env); err != nil || len(others) > 0 {
+		return err
+	}
+	_, err := s.End(ctx, env)
+	return err
+}
+
+// End reverts the wrapped step, which no other claim shares, and removes its file. If that fails
+// and the step is a preference, End returns false without an error: the GPU stays usable, and
+// Reconcile tries again.
+func (s *Shared) End(ctx context.Context, env *Env) (ended bool, _ error) {
 	h, found, err := env.Records.Holder(s.Key)
 	var unreadable *statefile.UnreadableError
 	switch {
 	case errors.As(err, &unreadable):
-		return s.leaveUnreadable(ctx, env, unreadable)
+		return true, s.endUnreadable(ctx, env, unreadable)
 	case err != nil:
-		return cause.Wrap(cause.Record, err)
-	case !found:
-		return s.RemoveHolder(env) // an earlier call may have been killed during the removal
-	}
-	others := h.Others(env.ClaimUID)
-	// Save the file even if the claim is no longer in it. An earlier call may have removed the claim
-	// and been killed before the change was durable.
-	if len(others) > 0 || !h.HeldBy(env.ClaimUID) {
-		h.Claims = others
-		return cause.Wrap(cause.Record, env.Records.SaveHolder(h))
-	}
-	if h.BootID == env.BootID {
-		if err := s.Undo(ctx, env); err != nil {
-			return s.leaveUndone(ctx, env, err)
+		return false, cause.Wrap(cause.Record, err)
+	case found && h.BootID == env.BootID:
+		if err := s.undo(ctx, env); err != nil {
+			if s.step == nil || !s.step.preference() {
+				return false, err
+			}
+			klog.FromContext(ctx).Error(err,
+				"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", s.Key)
+			return false, nil
 		}
 	}
-	return s.RemoveHolder(env)
+	// Without a file, too: an earlier call may have been killed during the removal.
+	return true, cause.Wrap(cause.Record, env.Records.RemoveHolder(s.Key))
 }
 
-// leaveUndone gets the error of reverting the step for its last claim. If the step is a
-// preference, leaveUndone saves that it was not reverted and returns nil: the GPU stays usable, and
-// Reconcile tries again. It returns every other error, so that the claim stays.
-func (s *Shared) leaveUndone(ctx context.Context, env *Env, err error) error {
-	if s.step == nil || !s.step.preference() {
-		return err
-	}
-	s.holder.Claims = nil
-	if serr := s.save(env); serr != nil {
-		return errors.Join(err, serr)
-	}
-	klog.FromContext(ctx).Error(err,
-		"Failed to restore the original value of a shared GPU setting; retrying, and the GPU stays usable", "holder", s.Key)
-	return nil
-}
-
-// Undo reverts the wrapped step for the last claim. If Undo cannot save the state Undoing, for
+// undo reverts the wrapped step for the last claim. If undo cannot save the state Undoing, for
 // example on a full disk, it reverts anyway, because Revert can be repeated.
-func (s *Shared) Undo(ctx context.Context, env *Env) error {
+func (s *Shared) undo(ctx context.Context, env *Env) error {
 	if err := s.load(env.Records, env.BootID); err != nil {
 		return cause.Wrap(cause.Record, err)
 	}
@@ -270,12 +261,7 @@ func (s *Shared) Undo(ctx context.Context, env *Env) error {
 	return s.step.Revert(ctx, s.stepEnv(env))
 }
 
-// RemoveHolder removes the file that lists the claims.
-func (s *Shared) RemoveHolder(env *Env) error {
-	return cause.Wrap(cause.Record, env.Records.RemoveHolder(s.Key))
-}
-
-func listClaims(claims []checkpoint.HolderClaim) string {
+func listClaims(claims []checkpoint.ClaimRef) string {
 	names := make([]string, len(claims))
 	for i, c := range claims {
 		names[i] = "claim " + c.String()
