@@ -207,6 +207,11 @@ var partial = regexp.MustCompile(`^[0-9]+c\.`)
 // shows.
 func (c ComputeInstance) IsPart() bool { return partial.MatchString(c.Name) }
 
+// Contains reports whether n names the GPU instance i or a compute instance in it, existing or not.
+func (i Instance) Contains(n PartitionName) bool {
+	return n.ProfileID == i.ProfileID && n.Start == i.Placement.Start
+}
+
 // Part returns the compute instance of the GPU instance i that the device name n names. The second
 // result is false if n names another GPU instance, or a compute instance that does not exist.
 func (i Instance) Part(n PartitionName) (ComputeInstance, bool) {

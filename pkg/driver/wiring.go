@@ -168,6 +168,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	reconciling := reconciler.New(reconciler.Options{
 		BootID: state.bootID, NewerLeads: lead.NewerLeads,
 		Claims: claims, Specs: specs, Use: access.Use, Inventory: inv, Layouts: publisher,
+		Allocations:   publish.APIServer{Client: parts.StatusClient, Node: cfg.NodeName}.Allocations,
 		ReportDaemons: daemons.Report, Repaired: toAdmins.Repaired,
 	})
 	collector := claimgc.New(claimgc.Options{

@@ -4,6 +4,7 @@
 package prepare_test
 
 import (
+	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -59,7 +60,7 @@ func TestForeignInstanceIsUsedAndStays(t *testing.T) {
 	if ours, err := p.OwnedInstances(gpu0, []device.Instance{theirs}); err != nil || len(ours) != 0 {
 		t.Errorf("foreign instances taken for ours: %+v, %v", ours, err)
 	}
-	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil {
+	if err := adopt(t, w, p); err != nil {
 		t.Error(err)
 	}
 	mustUnprepare(t, p, "uid-c")
@@ -72,7 +73,7 @@ func TestForeignInstanceIsUsedAndStays(t *testing.T) {
 			t.Errorf("hardware call %q", call)
 		}
 	}
-	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).Instances) != 0 {
+	if err := adopt(t, w, p); err != nil || len(h.of(t, gpu0).Instances) != 0 {
 		t.Errorf("after adoption: %v, %+v", err, h.of(t, gpu0).Instances)
 	}
 }
@@ -338,7 +339,111 @@ func TestUnreadableRecordWithoutDevicesOwnsAll(t *testing.T) {
 	if ours, err := p.OwnedInstances(gpu0, all); err != nil || len(ours) != 6 {
 		t.Errorf("owned: %s: %v", steps.DescribeInstances(ours...), err)
 	}
-	if err := p.Adopt(t.Context(), h.card(t, gpu0), gpu0); err != nil || len(h.of(t, gpu0).Instances) != 6 {
+	if err := adopt(t, w, p); err != nil || len(h.of(t, gpu0).Instances) != 6 {
 		t.Errorf("a claim's instances were removed, there are %d: %v", len(h.of(t, gpu0).Instances), err)
+	}
+}
+
+// withComputeInstances returns a world in which an admin partitioned the first GPU: an instance
+// with two compute instances, and an idle one.
+func withComputeInstances(t *testing.T) (*world, *hardware) {
+	t.Helper()
+	w := newWorld(t)
+	h := withMIG(w)
+	createComputeInstances(t, w, h, "MIG-a", "MIG-b")
+	return w, h
+}
+
+// adopt calls Adopt for the first GPU while these devices are allocated to claims.
+func adopt(t *testing.T, w *world, p *plugin, devices ...string) error {
+	t.Helper()
+	w.scan()
+	return p.Adopt(t.Context(), w.gpuOf(t, gpu0), func() (device.Allocations, error) {
+		exclusive := map[string]string{}
+		for _, d := range devices {
+			exclusive[d] = "default/another"
+		}
+		return device.Allocations{Exclusive: exclusive}, nil
+	})
+}
+
+func createComputeInstances(t *testing.T, w *world, h *hardware, first, second string) {
+	t.Helper()
+	in := h.createForeign(t, gpu0, 9, 4)
+	in.Compute = []device.ComputeInstance{{ID: 0, Name: "1c.3g.40gb", UUID: first, Minor: 41},
+		{ID: 1, Name: "2c.3g.40gb", UUID: second, Minor: 42}}
+	h.of(t, gpu0).Instances[in.ID] = in
+	h.createForeign(t, gpu0, 19, 0)
+	w.scan()
+}
+
+// The policy adopt removes idle instances only. A claim may have a compute instance though its
+// record does not say so now, and the driver cannot create a compute instance again.
+func TestAdoptKeepsInstanceOfComputeInstanceThatAClaimMayHave(t *testing.T) {
+	const part = large4 + "-ci-1"
+	damage := func(t *testing.T, w *world) { t.Helper(); w.disk.Put(recordFile(t, w, "uid-c"), []byte("{")) }
+	for name, c := range map[string]struct {
+		devices   []string // what the claim was prepared with
+		allocated string   // what the API server says is allocated
+		change    func(t *testing.T, w *world, h *hardware)
+		left      int
+	}{
+		"its record is readable":   {devices: []string{part}, left: 1},
+		"its record is unreadable": {devices: []string{part}, change: func(t *testing.T, w *world, _ *hardware) { damage(t, w) }, left: 1},
+		"a later version named it": {change: func(_ *testing.T, w *world, _ *hardware) {
+			w.disk.Put(filepath.Join(state, "claims", "uid-c_"+large4+"-later.json"), []byte("{"))
+		}, left: 2},
+		"after a reboot": {devices: []string{part}, change: func(t *testing.T, w *world, h *hardware) {
+			w.reboot()
+			createComputeInstances(t, w, h, "MIG-c", "MIG-d")
+		}, left: 1},
+		"it is not prepared yet":                      {allocated: part, left: 1},
+		"it has a share and is not prepared":          {allocated: part + "-share", left: 1},
+		"it has the whole one and is not prepared":    {allocated: large4, left: 1},
+		"it has another instance and is not prepared": {allocated: small0, left: 1},
+		"another GPU's is allocated":                  {allocated: gpu1 + "-mig-9-4-ci-1", left: 0},
+		"no claim has it":                             {left: 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, h := withComputeInstances(t)
+			for _, d := range c.devices {
+				mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", d)))
+			}
+			if c.change != nil {
+				c.change(t, w, h)
+			}
+			p := w.plugin(t)
+			if err := adopt(t, w, p, c.allocated); err != nil {
+				t.Error(err)
+			}
+			if in := h.of(t, gpu0).State().MIG.Instances; len(in) != c.left {
+				t.Errorf("left: %s", steps.DescribeInstances(in...))
+			}
+		})
+	}
+}
+
+// Without the list of claims it is unknown which instances are idle.
+func TestAdoptRemovesNothingWhileClaimsAreUnknown(t *testing.T) {
+	w, h := withComputeInstances(t)
+	p := w.plugin(t)
+	err := p.Adopt(t.Context(), w.gpuOf(t, gpu0), func() (device.Allocations, error) { return device.Allocations{}, errors.New("no answer") })
+	if err == nil || !strings.Contains(err.Error(), "no answer") || len(h.of(t, gpu0).Instances) != 2 {
+		t.Errorf("%v, %+v", err, h.of(t, gpu0).Instances)
+	}
+}
+
+// Listing all claims of a cluster costs the API server, so Adopt does it only for an instance that
+// looks idle.
+func TestAdoptListsNoClaimsIfRecordsExplainAllInstances(t *testing.T) {
+	w := newWorld(t)
+	h := withMIG(w)
+	h.createForeign(t, gpu0, 9, 4)
+	w.scan()
+	p := w.plugin(t)
+	mustPrepare(t, p, newClaim("c", allocated("r", large4)))
+	err := p.Adopt(t.Context(), w.gpuOf(t, gpu0), func() (device.Allocations, error) { return device.Allocations{}, errors.New("listed") })
+	if err != nil || len(h.of(t, gpu0).Instances) != 1 {
+		t.Errorf("%v, %+v", err, h.of(t, gpu0).Instances)
 	}
 }

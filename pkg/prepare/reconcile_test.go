@@ -266,12 +266,12 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	for name, c := range map[string]struct {
 		slow slowDestroy
 		busy bool // another call holds the GPU's lock
-		call func(*testing.T, *plugin, device.Card) error
+		call func(*testing.T, *world, *plugin) error
 	}{
 		"adopt, a call holds the GPU":    {slowDestroy{}, true, adoptInstances},
 		"adopt, the GPU does not answer": {slowDestroy{look: true}, false, adoptInstances},
 		"adopt, the instance is in use":  {slowDestroy{destroy: true}, false, adoptInstances},
-		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, p *plugin, _ device.Card) error {
+		"reconcile, the instance is in use": {slowDestroy{destroy: true}, false, func(t *testing.T, _ *world, p *plugin) error {
 			return p.Reconcile(t.Context())
 		}},
 	} {
@@ -301,7 +301,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 					defer held.Release()
 				}
 				start := time.Now()
-				if err := c.call(t, p, h.card(t, gpu0)); err == nil {
+				if err := c.call(t, w, p); err == nil {
 					t.Error("no error was reported")
 				}
 				if took := time.Since(start); took > steps.PeriodicTime {
@@ -312,9 +312,7 @@ func TestPeriodicWorkReleasesGPUSoon(t *testing.T) {
 	}
 }
 
-func adoptInstances(t *testing.T, p *plugin, c device.Card) error {
-	return p.Adopt(t.Context(), c, gpu0)
-}
+func adoptInstances(t *testing.T, w *world, p *plugin) error { t.Helper(); return adopt(t, w, p) }
 
 func TestOneFailedRepairBlocksNoOther(t *testing.T) {
 	for _, broken := range []string{"GPU-0", "GPU-1"} {

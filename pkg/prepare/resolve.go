@@ -123,7 +123,7 @@ func (p *Preparer) instanceAtPlace(ctx context.Context, env *steps.Env, req *dev
 		return state, in, false, err
 	}
 	for _, in := range state.MIG.Instances {
-		if in.ProfileID == req.name.Partition.ProfileID && in.Placement.Start == req.name.Partition.Start {
+		if in.Contains(*req.name.Partition) {
 			return state, in, true, nil
 		}
 	}

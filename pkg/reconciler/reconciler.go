@@ -39,7 +39,9 @@ type Claims interface {
 	// Reconcile compares the records with the hardware, and finishes or rolls back interrupted calls.
 	// Its error lists what still differs.
 	Reconcile(ctx context.Context) error
-	Adopt(ctx context.Context, card device.Card, gpu string) error
+	// Adopt removes the admin's MIG instances on the GPU that no claim has. It calls allocated only if
+	// there may be one.
+	Adopt(ctx context.Context, g device.GPU, allocated func() (device.Allocations, error)) error
 	DisableUnusedMIGMode(ctx context.Context, g device.GPU) (off bool, _ error)
 	PreparedClaims() ([]checkpoint.Record, error)
 }
@@ -79,6 +81,8 @@ type Options struct {
 	Use       func() (done func(), ok bool)
 	Inventory Inventory
 	Layouts   Layouts
+	// Allocations returns this node's devices that are allocated to claims, prepared or not.
+	Allocations func(ctx context.Context) (device.Allocations, error)
 	// ReportDaemons reports the MPS daemons to admins.
 	ReportDaemons func(ctx context.Context)
 	// Repaired tells admins about a repair.
@@ -93,6 +97,8 @@ const (
 	// records, 25 microseconds each. Polling also sees a mount over the directory, and needs no
 	// inotify instance.
 	specInterval = 2 * time.Second
+	// claimsTimeout limits the time for one list of claims, even in a cluster with many claims.
+	claimsTimeout = 30 * time.Second
 )
 
 // Reconciler compares the records with the hardware, and repairs differences.
@@ -171,11 +177,16 @@ func (r *Reconciler) reconcile(ctx context.Context) (compared bool, _ error) {
 // per GPU, so that a hung GPU does not delay the others.
 func (r *Reconciler) adopt(ctx context.Context) error {
 	gpus := r.opts.Layouts.HandedOver()
+	allocated := sync.OnceValues(func() (device.Allocations, error) {
+		ctx, cancel := context.WithTimeout(ctx, claimsTimeout)
+		defer cancel()
+		return r.opts.Allocations(ctx)
+	})
 	errs := make([]error, len(gpus))
 	var wg sync.WaitGroup
 	for i, g := range gpus {
 		wg.Go(func() {
-			if err := r.opts.Claims.Adopt(ctx, g.Card(), g.WholeName()); err != nil {
+			if err := r.opts.Claims.Adopt(ctx, g, allocated); err != nil {
 				errs[i] = fmt.Errorf("adopt MIG instances that an admin handed over on %s: %w", g.WholeName(), err)
 			}
 		})

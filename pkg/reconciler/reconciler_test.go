@@ -18,7 +18,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
 
-// node fakes a node with one GPU that an admin handed over. It collects the Reconciler's calls.
+// node fakes a node with two GPUs that an admin handed over. It collects the Reconciler's calls.
 type node struct {
 	mu         sync.Mutex
 	released   bool // the GPUs are released for a driver upgrade
@@ -57,7 +57,16 @@ func (n *node) Use() (done func(), ok bool) {
 
 func (n *node) Reconcile(context.Context) error { n.note("reconcile"); return nil }
 
-func (n *node) Adopt(context.Context, device.Card, string) error { n.note("adopt"); return nil }
+func (n *node) Adopt(_ context.Context, _ device.GPU, allocated func() (device.Allocations, error)) error {
+	_, err := allocated()
+	n.note("adopt")
+	return err
+}
+
+func (n *node) Allocations(context.Context) (device.Allocations, error) {
+	n.note("list claims")
+	return device.Allocations{}, nil
+}
 
 func (n *node) DisableUnusedMIGMode(context.Context, device.GPU) (bool, error) {
 	n.note("switch off")
@@ -74,11 +83,11 @@ func (n *node) Snapshot() inventory.Snapshot { return inventory.Snapshot{Ready: 
 
 func (n *node) RequestScan() { n.note("scan") }
 
-func (n *node) gpus() []device.GPU { return []device.GPU{{PCIAddress: "0000:1b:00.0"}} }
+func (n *node) HandedOver() []device.GPU {
+	return []device.GPU{{PCIAddress: "0000:1b:00.0"}, {PCIAddress: "0000:1c:00.0"}}
+}
 
-func (n *node) HandedOver() []device.GPU { return n.gpus() }
-
-func (n *node) MIGModeUnneeded() []device.GPU { return n.gpus() }
+func (n *node) MIGModeUnneeded() []device.GPU { return n.HandedOver()[:1] }
 
 func (n *node) Report(context.Context) { n.note("report daemons") }
 
@@ -89,11 +98,11 @@ func (n *node) Repaired(prepare.Repair) {}
 func newReconciler(n *node) *reconciler.Reconciler {
 	return reconciler.New(reconciler.Options{
 		NewerLeads: n.leads, Claims: n, Specs: n, Use: n.Use, Inventory: n, Layouts: n,
-		ReportDaemons: n.Report, Repaired: n.Repaired,
+		Allocations: n.Allocations, ReportDaemons: n.Report, Repaired: n.Repaired,
 	})
 }
 
-var oneRound = []string{"write base", "reconcile", "adopt", "switch off", "scan", "report daemons"}
+var oneRound = []string{"write base", "reconcile", "list claims", "adopt", "adopt", "switch off", "scan", "report daemons"}
 
 func TestReconciliationRunsRegularlyAndWhenWoken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -103,7 +103,7 @@ func (n *specifiedNode) start(t *testing.T) {
 	t.Helper()
 	r := reconciler.New(reconciler.Options{
 		BootID: "boot", NewerLeads: n.leads, Claims: n, Specs: n, Use: n.Use, Inventory: n, Layouts: n,
-		ReportDaemons: n.Report, Repaired: func(r prepare.Repair) {
+		Allocations: n.Allocations, ReportDaemons: n.Report, Repaired: func(r prepare.Repair) {
 			n.change(func() { n.repaired = append(n.repaired, r.Object) })
 		},
 	})

@@ -432,7 +432,8 @@ func (s *policyRun) reconcile() {
 		card := s.gpu(g.WholeName())
 		adminInstances := maps.Clone(card.adminInstances)
 		clear(card.adminInstances) // Adopt may remove these instances
-		if err := s.plugin.Adopt(s.plugin.ctx, g.Card(), g.WholeName()); err != nil {
+		allocated := func() (device.Allocations, error) { return s.Allocations(s.plugin.ctx) }
+		if err := s.plugin.Adopt(s.plugin.ctx, g, allocated); err != nil {
 			s.violates("adopt %s: %v", g.WholeName(), err)
 		}
 		for id, in := range adminInstances {

@@ -2,6 +2,7 @@ package ledger
 
 import (
 	"slices"
+	"strings"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -9,21 +10,21 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare/steps"
 )
 
-// Owners says which MIG instances of one GPU this driver created, according to the
-// records.
+// Owners says which MIG instances of one GPU this driver created, and which ones claims have,
+// according to the records.
 type Owners struct {
 	// steps are the stored MIG instance creations of this boot. Each says which instance the driver
 	// created or was about to create.
 	steps []*steps.MIGInstance
 	// unreadable lists the partitions of claims whose records are unreadable. The driver treats an
 	// instance with the profile and placement of one of them as its own, but does not remove the
-	// instance.
+	// instance. It creates no compute instance smaller than its GPU instance, so none is listed.
 	unreadable []device.PartitionName
 	// anyPlace is true if a claim's record is unreadable and the record's file name does not list the
-	// claim's partitions. Then every instance may belong to that claim.
+	// claim's partitions, or if a later version named one. Then that claim may have any instance.
 	anyPlace bool
-	// used has the UUIDs of MIG devices that claims use but this driver did not create.
-	used map[string]bool
+	// used has the partitions that claims have, unless a record proves that this driver created them.
+	used []device.PartitionName
 }
 
 // Owners reads the records of all claims with partitions on the GPU.
@@ -32,12 +33,13 @@ func (l *Ledger) Owners(gpu string) (*Owners, error) {
 	if err != nil {
 		return nil, cause.Wrap(cause.Record, err)
 	}
-	owners := &Owners{used: map[string]bool{}}
+	owners := new(Owners)
 	if err := l.addSharedOwners(gpu, owners); err != nil {
 		return nil, err
 	}
 	for _, e := range entries {
-		places := partitionsOf(gpu, e.Devices)
+		places, unknown := partitionsOf(gpu, e.Devices)
+		owners.anyPlace = owners.anyPlace || unknown
 		if len(places) == 0 && !e.Inexact {
 			continue
 		}
@@ -47,7 +49,8 @@ func (l *Ledger) Owners(gpu string) (*Owners, error) {
 			list, err = steps.Decode(r.Steps)
 		}
 		if err != nil {
-			owners.unreadable = append(owners.unreadable, places...)
+			owners.used = append(owners.used, places...)
+			owners.unreadable = append(owners.unreadable, slices.DeleteFunc(places, isComputeInstance)...)
 			owners.anyPlace = owners.anyPlace || e.Inexact
 			continue
 		}
@@ -98,32 +101,43 @@ func (o *Owners) addRecord(gpu string, r checkpoint.Record, list []steps.Step) {
 			o.steps = append(o.steps, m)
 		}
 	}
-	for _, d := range r.Devices {
-		if d.GPU == gpu && d.MIGUUID != "" && !ours[d.Device] && !d.AdminAccess {
-			o.used[d.MIGUUID] = true
-		}
-	}
+	places, _ := partitionsOf(gpu, slices.DeleteFunc(r.OccupiedDevices(), func(d string) bool { return ours[d] }))
+	o.used = append(o.used, places...)
 }
 
-func partitionsOf(gpu string, devices []string) []device.PartitionName {
-	var places []device.PartitionName
+// AddAllocated adds devices that claims were allocated, prepared or not, to those that claims have.
+func (o *Owners) AddAllocated(gpu string, devices device.Allocations) {
+	places, unknown := partitionsOf(gpu, devices.Names().UnsortedList())
+	o.used = append(o.used, places...)
+	o.anyPlace = o.anyPlace || unknown
+}
+
+// partitionsOf returns which partitions of the GPU the devices are, or are in. unknown is true if a
+// later version of the driver named a device of the GPU.
+func partitionsOf(gpu string, devices []string) (places []device.PartitionName, unknown bool) {
 	for _, d := range devices {
-		if name, ok := device.ParseName(d); ok && name.GPU == gpu && name.Partition != nil {
+		switch name, ok := device.ParseName(d); {
+		case !ok && strings.HasPrefix(d, gpu+"-"):
+			unknown = true
+		case ok && name.GPU == gpu && name.Partition != nil:
 			places = append(places, *name.Partition)
 		}
 	}
-	return places
+	return places, unknown
 }
 
+func isComputeInstance(place device.PartitionName) bool { return place.Compute != nil }
+
+// Owns reports whether this driver created the instance, or may have created it.
 func (o *Owners) Owns(in device.Instance) bool {
 	return o.anyPlace || slices.ContainsFunc(o.steps, func(s *steps.MIGInstance) bool { return s.Owns(in) }) ||
-		slices.ContainsFunc(o.unreadable, func(place device.PartitionName) bool {
-			return place.Compute == nil && place.ProfileID == in.ProfileID && place.Start == in.Placement.Start
-		})
+		slices.ContainsFunc(o.unreadable, in.Contains)
 }
 
-func (o *Owners) InUse(in device.Instance) bool {
-	return slices.ContainsFunc(in.Compute, func(c device.ComputeInstance) bool { return o.used[c.UUID] })
+// IsIdle reports whether the instance is an admin's and no claim has it or a compute instance in
+// it.
+func (o *Owners) IsIdle(in device.Instance) bool {
+	return !o.Owns(in) && !slices.ContainsFunc(o.used, in.Contains)
 }
 
 // OwnedInstances returns those of a GPU's instances that this driver created, according to the

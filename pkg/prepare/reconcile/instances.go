@@ -47,16 +47,30 @@ func (rec *Reconciler) withOwners(ctx context.Context, card device.Card, gpu str
 	return work(state.MIG.Instances, owners)
 }
 
-// Adopt removes the GPU's MIG instances that this driver did not create and that no claim uses. The
+// Adopt removes the GPU's MIG instances that this driver did not create and that no claim has. The
 // caller does this if the admin's MIG policy for the GPU is "adopt". An instance that a process
 // still uses stays, and Adopt returns an error.
-func (rec *Reconciler) Adopt(ctx context.Context, card device.Card, gpu string) error {
+//
+// allocated returns the devices that claims were allocated, prepared or not. Adopt calls it only
+// if the records explain not all instances that g has, and before it takes the GPU's lock, because
+// it may take long. If it fails, no instance is removed.
+func (rec *Reconciler) Adopt(ctx context.Context, g device.GPU, allocated func() (device.Allocations, error)) error {
+	card, gpu := g.Card(), g.WholeName()
+	owners, err := rec.ledger.Owners(gpu)
+	if err != nil || g.MIG == nil || !slices.ContainsFunc(g.MIG.Instances, owners.IsIdle) {
+		return err
+	}
+	claimed, err := allocated()
+	if err != nil {
+		return cause.Errorf(cause.NotReady, "MIG instances stay until it is known that no claim was allocated them (policy adopt): %w", err)
+	}
 	work, cancel := steps.WithTimeout(ctx, steps.PeriodicTime, 0)
 	defer cancel()
 	return rec.withOwners(work, card, gpu, func(all []device.Instance, owners *ledger.Owners) error {
+		owners.AddAllocated(gpu, claimed)
 		var errs []error
 		for _, in := range all {
-			if owners.Owns(in) || owners.InUse(in) {
+			if !owners.IsIdle(in) {
 				continue
 			}
 			if err := rec.node.Partitions.Destroy(work, card, in); err != nil {
