@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -23,8 +24,8 @@ import (
 
 var update = flag.Bool("update", false, "write the files of testdata: those of a released version never change")
 
-// golden is the state directory of a node as version 0.1 writes it. A later version adds a
-// directory of its own, and keeps reading this one.
+// golden is the state directory of a node as version 0.1 writes it. A later form of the files gets
+// a directory of its own, and this one stays to be read.
 const golden = "testdata/v0.1"
 
 // goldenRecords and goldenHolders are what the files of golden contain.
@@ -79,14 +80,14 @@ func writeGolden(t *testing.T) (*Store, *durabletest.Disk) {
 	return s, disk
 }
 
-// goldenFiles returns the names of the files in golden, relative to it.
-func goldenFiles(t *testing.T) (names []string) {
+// goldenFiles returns the names of the files in dir, relative to it.
+func goldenFiles(t *testing.T, dir string) (names []string) {
 	t.Helper()
-	if err := filepath.WalkDir(golden, func(path string, d fs.DirEntry, err error) error {
+	if err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
 			return err
 		}
-		name, err := filepath.Rel(golden, path)
+		name, err := filepath.Rel(dir, path)
 		names = append(names, name)
 		return err
 	}); err != nil {
@@ -116,21 +117,13 @@ func TestFilesAreWrittenAsInVersion01(t *testing.T) {
 			}
 		}
 	}
-	if files := goldenFiles(t); len(files) != written {
+	if files := goldenFiles(t, golden); len(files) != written {
 		t.Errorf("wrote %d files, want %q", written, files)
 	}
 }
 
 func TestFilesOfVersion01AreRead(t *testing.T) {
-	disk := durabletest.New()
-	s := open(t, disk)
-	for _, name := range goldenFiles(t) {
-		raw, err := os.ReadFile(filepath.Join(golden, name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		disk.Put(filepath.Join("/state", name), raw)
-	}
+	s := openForm(t, golden)
 	for _, want := range goldenRecords {
 		if got, found, err := s.Load(want.ClaimUID); err != nil || !found || cmp.Diff(want, got) != "" {
 			t.Errorf("%v, %v, %s", found, err, cmp.Diff(want, got))
@@ -144,6 +137,43 @@ func TestFilesOfVersion01AreRead(t *testing.T) {
 	if boot, marked, err := s.Marked(gpu0); err != nil || !marked || boot != "boot-1" {
 		t.Error(boot, marked, err)
 	}
+}
+
+// The files of the form of 2026-11-27 differ from those of version 0.1 in fields that were added or
+// removed since. Its holder files list the claims.
+func TestFilesOfEarlierFormAreRead(t *testing.T) {
+	s := openForm(t, "testdata/2026-11-27")
+	for _, want := range goldenRecords {
+		got, found, err := s.Load(want.ClaimUID)
+		if err != nil || !found || got.Name != want.Name || got.State != want.State || len(got.Steps) != len(want.Steps) ||
+			!slices.Equal(got.OccupiedDevices(), want.OccupiedDevices()) {
+			t.Errorf("%v, %v, %+v", found, err, got)
+		}
+	}
+	for _, want := range goldenHolders {
+		got, found, err := s.Holder(want.Key)
+		if err != nil || !found || got.State != want.State || !slices.Equal(got.GPUs, want.GPUs) || cmp.Diff(got.Step, want.Step) != "" {
+			t.Errorf("%v, %v, %+v", found, err, got)
+		}
+	}
+	if boot, marked, err := s.Marked(gpu0); err != nil || !marked || boot != "boot-1" {
+		t.Error(boot, marked, err)
+	}
+}
+
+// openForm opens a store with the files of the directory dir.
+func openForm(t *testing.T, dir string) *Store {
+	t.Helper()
+	disk := durabletest.New()
+	s := open(t, disk)
+	for _, name := range goldenFiles(t, dir) {
+		raw, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		disk.Put(filepath.Join("/state", name), raw)
+	}
+	return s
 }
 
 // A file that only a later version can use is refused by name. It stays as it is, and a record
@@ -212,4 +242,10 @@ func TestFieldsOfALaterVersionAreIgnored(t *testing.T) {
 	if again, _, err := s.Load(uid); err != nil || cmp.Diff(r, again) != "" {
 		t.Error(err, cmp.Diff(r, again))
 	}
+}
+
+func TestStoredFieldsAreThoseOfThePresentForm(t *testing.T) {
+	durabletest.CheckFields(t, filepath.Dir(golden), filepath.Base(golden), map[string]any{
+		recordFormat.Kind: Record{}, holderFormat.Kind: Holder{}, markFormat.Kind: mark{},
+	})
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 var update = flag.Bool("update", false, "write the files of testdata: those of a released version never change")
@@ -58,4 +59,8 @@ func TestHealthFileIsReadAndWrittenAsInVersion01(t *testing.T) {
 	if err != nil || !bytes.Equal(texts.ReplaceAll(got, nil), texts.ReplaceAll(raw, nil)) {
 		t.Errorf("%v\n%s\n%s", err, got, raw)
 	}
+}
+
+func TestStoredFieldsAreThoseOfThePresentForm(t *testing.T) {
+	durabletest.CheckFields(t, "testdata", "v0.1", map[string]any{format.Kind: savedState{}})
 }

@@ -138,6 +138,11 @@ func TestEndedClaimsAreRememberedUntilAllEnd(t *testing.T) {
 			t.Fatal(renamedTo, err)
 		}
 	}
+	// A later version must understand the note, so its form never changes.
+	note, err := os.ReadFile(filepath.Join(state, Notes, first))
+	if err != nil || string(note) != "bbbbbbbb-0000-4000-8000-000000000001" {
+		t.Errorf("the note says %q: %v", note, err)
+	}
 	for _, s := range []*Store{s, store()} {
 		if claims, err := s.Claims(); err != nil || len(claims) != 1 || claims[0].UID != second {
 			t.Fatal(claims, err)

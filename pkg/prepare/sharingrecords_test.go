@@ -320,7 +320,7 @@ func TestSharedStateIsWrittenAsInVersion01(t *testing.T) {
 		}
 		w, _, _, _ := interruptedScene(t, s)
 		for _, sub := range []string{"claims", "holders"} {
-			dir := filepath.Join(golden, "v0.1", sceneDir(s), sub)
+			dir := filepath.Join(golden, presentForm, sceneDir(s), sub)
 			for _, name := range w.disk.Names(filepath.Join(state, sub)) {
 				raw, err := w.disk.ReadFile(filepath.Join(state, sub, name))
 				if err == nil && *update {

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/statefile"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/durabletest"
 )
 
 // golden01 is the stored request as version 0.1 wrote it.
@@ -49,4 +50,8 @@ func TestQuiesceRequestForNewerReaderIsRefusedAndKept(t *testing.T) {
 	if got, err := os.ReadFile(s.path); err != nil || !bytes.Equal(got, newer) {
 		t.Errorf("%s, %v", got, err)
 	}
+}
+
+func TestStoredFieldsAreThoseOfThePresentForm(t *testing.T) {
+	durabletest.CheckFields(t, "testdata", "v0.1", map[string]any{storeFormat.Kind: storedRequest{}})
 }
