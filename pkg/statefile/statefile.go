@@ -117,17 +117,14 @@ func (f Format) decode(path string, raw []byte, v any) error {
 	if len(bytes.TrimSpace(raw)) == 0 {
 		return unreadable("it is empty")
 	}
-	// Read minReader before everything else, whose form a later version may have changed. The versions
-	// of another kind of file say nothing.
+	// Read minReader before everything else, whose form a later version may have changed.
 	var asks struct {
-		Kind      any `json:"kind"`
 		MinReader int `json:"minReader"`
 	}
 	if err := json.Unmarshal(raw, &asks); err != nil {
 		return unreadable("%v", err)
 	}
-	kind, named := asks.Kind.(string)
-	if asks.MinReader > f.Version && (!named || kind == f.Kind) {
+	if asks.MinReader > f.Version {
 		return &NewerError{Path: path, MinReader: asks.MinReader, Version: f.Version}
 	}
 	var e envelope
