@@ -90,8 +90,14 @@ func (s *Simulator) LayoutUp(nodeRoot, model string, more ...string) []string {
 	}, more...)
 }
 
+// OtherHost is a file of a node. If a test writes it, the node boots with other GPUs of the same
+// models, as a virtual machine does that was moved to another host while its power was off.
+const OtherHost = "/var/lib/other-host"
+
 // Node returns the options of a cluster's node that has the GPUs of the node file model. more are
 // further flags of nvmlsim layout up.
 func (s *Simulator) Node(name, model string, more ...string) cluster.NodeOptions {
-	return cluster.NodeOptions{Name: name, BootHook: s.LayoutUp(NodeRoot, model, append([]string{"--seed", name}, more...)...)}
+	seeded := `exec "$@" --seed "$NODE_NAME$(cat ` + OtherHost + ` 2>/dev/null)"`
+	hook := append([]string{"/bin/sh", "-c", seeded, "sh"}, s.LayoutUp(NodeRoot, model, more...)...)
+	return cluster.NodeOptions{Name: name, BootHook: hook}
 }

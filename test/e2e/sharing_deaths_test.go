@@ -1,13 +1,19 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/clusterharness"
 )
 
 // killOnNode sends SIGKILL to those processes of the node h100 whose program path or command line
@@ -137,8 +143,9 @@ func (u tenant) isServedAgain(pods ...string) {
 	}
 }
 
-// testSharingPowerCut cuts the node's power while Pods use shared devices, one claim for each way
-// of sharing. After the boot each Pod must run with its device and its limits again.
+// testSharingPowerCut cuts the node's power while Pods use devices, one claim for each way of
+// sharing and one for a GPU alone. After the boot each Pod must run with its device and its limits
+// again. The second time the node boots on another host, with other GPUs of the same model.
 func (w *world) testSharingPowerCut(t *testing.T) {
 	u := w.tenant(t)
 	u.template(
@@ -149,35 +156,54 @@ func (w *world) testSharingPowerCut(t *testing.T) {
 		"selectors: [", `selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "2g.20gb"'}}, `, 1))
 	u.template("share", shared("shared.gpu.nvidia.com", fractioned, "capacity: {requests: {memory: 18Gi, cores: 20}}", ""))
 	u.template("sliced", shared("shared.gpu.nvidia.com", timeSliced, "", slicing("Long")))
-	pods := []string{"mps", "cut", "share", "share2", "sliced"}
+	u.template("alone", shared("gpu.nvidia.com", whole3, "", ""))
+	pods := []string{"alone", "mps", "cut", "share", "share2", "sliced"}
 	for _, pod := range pods {
 		u.pod(pod, onNode(h100), fromTemplate("gpu", strings.TrimSuffix(pod, "2")), container("main", "gpu"), lasting)
 	}
 	u.running(pods...)
-	before := u.containers(pods)
-	node := w.node(t, h100)
-	if err := node.PowerCut(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if err := node.Boot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	u.inNewContainers(before)
-	u.isHeldTo("share", 18<<10, 20)
-	u.isHeldTo("share2", 18<<10, 20)
-	if c := u.computes("mps", ""); c.Mode != "mps" || c.Devices[0].Limit != 10<<10 {
-		t.Errorf("after the power cut a program got %+v", c)
-	}
-	if c := u.computes("cut", ""); c.Mode != "mps" {
-		t.Errorf("after the power cut a program on a MIG device got %+v", c)
-	}
-	if now := w.timeSlice(t, timeSliced); now != "Long" {
-		t.Errorf("after the power cut the time slice is %s", now)
+	for _, moved := range []bool{false, true} {
+		before, gpus := u.containers(pods), u.sh("alone", "", "nvidia-smi -L")
+		node := w.node(t, h100)
+		if err := node.PowerCut(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if moved {
+			w.moveHost(t, node)
+		}
+		if err := node.Boot(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		u.inNewContainers(before)
+		if now := u.sh("alone", "", "nvidia-smi -L"); (now != gpus) != moved {
+			t.Errorf("moved %v: a Pod had\n%s\nand has\n%s", moved, gpus, now)
+		}
+		u.isHeldTo("share", 18<<10, 20)
+		u.isHeldTo("share2", 18<<10, 20)
+		if c := u.computes("mps", ""); c.Mode != "mps" || c.Devices[0].Limit != 10<<10 {
+			t.Errorf("moved %v: after the power cut a program got %+v", moved, c)
+		}
+		if c := u.computes("cut", ""); c.Mode != "mps" {
+			t.Errorf("moved %v: after the power cut a program on a MIG device got %+v", moved, c)
+		}
+		if now := w.timeSlice(t, timeSliced); now != "Long" {
+			t.Errorf("moved %v: after the power cut the time slice is %s", moved, now)
+		}
 	}
 	w.endPods(t, u.namespace)
 	w.unshared(t)
 	for _, address := range []string{whole1, fractioned, timeSliced} {
 		w.unset(t, address, "Default")
+	}
+}
+
+// moveHost lets a node without power boot on another host: with other GPUs and nothing of the
+// simulated driver's state.
+func (w *world) moveHost(t *testing.T, node *cluster.Node) {
+	t.Helper()
+	of := func(path string) string { return filepath.Join(node.VarDir(), strings.TrimPrefix(path, "/var/")) }
+	if err := errors.Join(os.RemoveAll(of(clusterharness.NodeRoot)), os.WriteFile(of(clusterharness.OtherHost), []byte("-2"), 0o600)); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -51,7 +51,7 @@ func sharesValue(rules ...string) string { return "shares=[" + strings.Join(rule
 // sharing.
 func TestSharing(t *testing.T) {
 	t.Parallel()
-	w := bringUp(t, "e2e-sharing", simulator(t).Node(h100, *nodeFile))
+	w := bringUp(t, "e2e-sharing", simulator(t).Node(h100, *nodeFile), nodeOfSmallDisk(t))
 	w.needSMI(t)
 	// Without persistence mode the NVIDIA driver would forget compute mode and time slice once no
 	// process has the GPU open.
@@ -68,6 +68,7 @@ func TestSharing(t *testing.T) {
 	w.offers(t, h100, 8)
 	bare := w.settings(t)
 
+	t.Run("a Pod ends that filled the disk, though it shares a GPU", w.testFilledDisk)
 	t.Run("containers of one claim get time slices of the requested length", w.testIntervals)
 	t.Run("claims that share a GPU agree on the time slice, and the last one restores it", w.testSharedInterval)
 	t.Run("four Pods with 18 GiB share a GPU, a fifth waits, and a whole claim waits for all", w.testFractions)
