@@ -112,6 +112,44 @@ func TestVirtualMachineGetsVFIONodesAlone(t *testing.T) {
 	}
 }
 
+// NVIDIA's driver, loaded while a virtual machine has the GPU, does not take it from VFIO. At the
+// end of the claim the driver gets it, however the claim ends, also if the plugin was restarted.
+func TestGPUGoesToTheDriverThatWasLoadedMeanwhile(t *testing.T) {
+	for _, failed := range []busmodel.Op{"", busmodel.Override, busmodel.Unbind, busmodel.Probe} {
+		w := newWorld(t)
+		bus := withBus(w)
+		bus.Unload("nvidia")
+		w.snapshot.Node.GPUs[0].UUID = "" // no scan has seen it
+		w.leaves(&w.snapshot.Node.GPUs[0])
+		w.snapshot.Node.GPUs = append(w.snapshot.Node.GPUs, nvidia.GPU{GPU: w.snapshot.Node.Passthrough[0]})
+		mustPrepare(t, w.plugin(t), newClaim("c", allocated("r", vfio0)))
+		bus.Load("nvidia")
+		if !slices.Equal(drivers(bus), away) {
+			t.Fatalf("loading a driver took %q", drivers(bus))
+		}
+		p := w.plugin(t) // a restart
+		if failed != "" {
+			bus.Write = func(op busmodel.Op, effect func() error) error {
+				if op == failed {
+					bus.Write = nil
+					return errors.New("killed")
+				}
+				return effect()
+			}
+			if err := p.Unprepare(t.Context(), "uid-c"); err == nil {
+				t.Errorf("no %q failed", failed)
+			}
+			p = w.plugin(t)
+			if err := p.Reconcile(t.Context()); err != nil {
+				t.Errorf("%q: %v", failed, err)
+			}
+		}
+		if err := p.Unprepare(t.Context(), "uid-c"); err != nil || !slices.Equal(drivers(bus), atHome) || len(w.records()) != 0 {
+			t.Errorf("%q: %q, %v", failed, drivers(bus), err)
+		}
+	}
+}
+
 // A scan opens every GPU that NVIDIA's driver has, so no scan may run between the claim's GPUs. The
 // record stays until the inventory shows the GPUs, because another claim may wait for its removal.
 func TestUnprepareWaitsForOneScanAfterAllGPUsAreBack(t *testing.T) {

@@ -29,16 +29,6 @@ type Found struct {
 	Persistence bool `json:"persistence,omitempty"`
 }
 
-// Driver returns the driver that the function had.
-func (f Found) Driver(function device.PCIAddress) string {
-	for _, b := range f.Functions {
-		if b.Address == function {
-			return b.Driver
-		}
-	}
-	return ""
-}
-
 // Bindings returns the bindings of the group's functions: companions first, the GPU last. The GPU
 // gets the driver that fits it best, of those in modules.alias, and companions get plain vfio-pci.
 // A function that a VFIO driver already has keeps that driver. modules is where the caller sees the
@@ -114,20 +104,24 @@ func (b Binding) bind(ctx context.Context, bus Bus, idle func(Binding) error) er
 	return nil
 }
 
-// Release undoes [Bind]: it gives each function back to the driver that it had, with the original
-// override, in reverse order. It may be called again after it was interrupted, and after Bind ran
-// in part or not at all. It leaves alone what an admin has changed since, and display controllers
-// other than the GPU, which another claim may have. A driver that is not loaded now takes its
-// functions when it is loaded.
+// Release undoes [Bind], in reverse order: it takes each function from VFIO, restores its override,
+// and offers it to the drivers that the kernel has now. So a driver that was loaded meanwhile gets
+// the GPU, and one that is loaded later takes it then. A companion that had no driver gets none,
+// and a function whose own override names VFIO stays there.
+//
+// Release may be called again after it was interrupted, and after Bind ran in part or not at all.
+// It leaves alone what an admin has changed since, and display controllers other than the GPU,
+// which another claim may have.
 func Release(ctx context.Context, bus Bus, list []Binding, idle func(Binding) error) error {
 	for i, b := range slices.Backward(list) {
+		isGPU := i == len(list)-1
 		var otherGPU bool
 		var err error
-		if i < len(list)-1 { // the last one is the GPU itself
+		if !isGPU {
 			otherGPU, err = bus.IsDisplay(b.Address)
 		}
 		if err == nil && !otherGPU {
-			err = b.release(ctx, bus, idle)
+			err = b.release(ctx, bus, isGPU, idle)
 		}
 		if err != nil && !errors.Is(err, fs.ErrNotExist) { // a function that left the bus is released
 			return fmt.Errorf("give PCI function %s back to its driver: %w", b.Address, err)
@@ -136,7 +130,7 @@ func Release(ctx context.Context, bus Bus, list []Binding, idle func(Binding) er
 	return nil
 }
 
-func (b Binding) release(ctx context.Context, bus Bus, idle func(Binding) error) error {
+func (b Binding) release(ctx context.Context, bus Bus, isGPU bool, idle func(Binding) error) error {
 	if b.Driver == b.VFIO {
 		return nil // Bind left it alone
 	}
@@ -144,7 +138,11 @@ func (b Binding) release(ctx context.Context, bus Bus, idle func(Binding) error)
 	if err != nil {
 		return err
 	}
-	if driver == b.VFIO {
+	last := b.Driver // what it must have in the end, if the kernel has that driver
+	if b.Override == b.VFIO {
+		last = b.VFIO
+	}
+	if driver == b.VFIO && driver != last {
 		if err := idle(b); err != nil {
 			return err
 		}
@@ -158,7 +156,8 @@ func (b Binding) release(ctx context.Context, bus Bus, idle func(Binding) error)
 			return err
 		}
 	}
-	if driver == "" && b.Driver != "" {
+	// NVIDIA's driver may have been loaded since Bind. That took no GPU from VFIO.
+	if driver == "" && (isGPU || b.Driver != "") {
 		if err := unlessEnded(ctx, func() error { return bus.Probe(b.Address) }); err != nil {
 			return err
 		}
@@ -166,12 +165,12 @@ func (b Binding) release(ctx context.Context, bus Bus, idle func(Binding) error)
 	switch driver, override, err = bus.Driver(b.Address); {
 	case err != nil:
 		return err
-	case driver == b.VFIO:
+	case driver == b.VFIO && driver != last:
 		return fmt.Errorf("driver %s still has it", driver)
 	case override == b.VFIO && override != b.Override:
 		return fmt.Errorf("its driver override is still %s", override)
-	case driver == "" && b.Driver != "" && bus.HasDriver(b.Driver):
-		return fmt.Errorf("driver %s did not take it back: check dmesg", b.Driver)
+	case driver == "" && last != "" && bus.HasDriver(last):
+		return fmt.Errorf("driver %s did not take it back: check dmesg", last)
 	}
 	return nil
 }

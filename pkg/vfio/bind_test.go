@@ -151,6 +151,102 @@ func TestReleaseLeavesAloneWhatOthersChanged(t *testing.T) {
 	}
 }
 
+// A driver that is loaded while a virtual machine has the GPU does not take it, and only Release
+// offers it the GPU afterwards. A host may keep a companion without driver on purpose. Each write
+// of the release fails once.
+func TestReleasedGPUGetsTheDriverOfToday(t *testing.T) {
+	failed := errors.New("failed")
+	for name, c := range map[string]struct {
+		first  []string // drivers at the time of Bind
+		change func(*busmodel.Bus)
+		want   []string // driver and override of the audio function, the admin's, and the GPU
+	}{
+		"loaded meanwhile": {nil, func(b *busmodel.Bus) { b.Load("nvidia"); b.Load("snd_hda_intel") },
+			[]string{" ", "vfio-pci vfio-pci", "nvidia nvidia"}},
+		"none": {nil, func(*busmodel.Bus) {}, []string{" ", "vfio-pci vfio-pci", " nvidia"}},
+		"reloaded": {[]string{"nvidia", "snd_hda_intel"}, func(b *busmodel.Bus) {
+			b.Unload("nvidia")
+			b.Unload("snd_hda_intel")
+			b.Load("nvidia")
+			b.Load("snd_hda_intel")
+		}, atFirst},
+	} {
+		for at := 1; ; at++ {
+			b, n := newBus(), 0
+			for _, driver := range []string{"nvidia", "snd_hda_intel"} {
+				if !slices.Contains(c.first, driver) {
+					b.Unload(driver)
+				}
+			}
+			found := slices.Clone(list)
+			for i, f := range b.Functions {
+				found[i].Driver, found[i].Override = f.Driver, f.Override
+			}
+			if err := vfio.Bind(t.Context(), b, found, idle); err != nil {
+				t.Fatal(err)
+			}
+			if c.change(b); !slices.Equal(drivers(b), bound) {
+				t.Fatalf("%s: loading a driver took functions from VFIO: %q", name, drivers(b))
+			}
+			b.Write = func(_ busmodel.Op, effect func() error) error {
+				if n++; n != at {
+					return effect()
+				}
+				return failed
+			}
+			err := vfio.Release(t.Context(), b, found, idle)
+			if n >= at && !errors.Is(err, failed) {
+				t.Errorf("%s, write %d fails: %v", name, at, err)
+			}
+			b.Write = nil
+			for range 2 {
+				if err := vfio.Release(t.Context(), b, found, idle); err != nil || !slices.Equal(drivers(b), c.want) {
+					t.Errorf("%s, again after write %d failed: %v, %q, want %q", name, at, err, drivers(b), c.want)
+				}
+			}
+			if n < at {
+				break
+			}
+		}
+	}
+}
+
+// The admin's override lets nothing but VFIO take the function, whatever driver it had at first.
+// Each write of Bind fails once.
+func TestFunctionWhoseOwnOverrideIsVFIOStaysThere(t *testing.T) {
+	failed := errors.New("failed")
+	for _, driver := range []string{"nvidia", ""} {
+		for at := 1; ; at++ {
+			b, found, n := newBus(), slices.Clone(list), 0
+			found[2].Driver, found[2].Override = driver, "nv-vfio-pci"
+			b.Functions[2].Driver, b.Functions[2].Override = driver, "nv-vfio-pci"
+			b.Write = func(_ busmodel.Op, effect func() error) error {
+				if n++; n != at {
+					return effect()
+				}
+				return failed
+			}
+			if err := vfio.Bind(t.Context(), b, found, idle); n < at && (err != nil || !slices.Equal(drivers(b), bound)) {
+				t.Fatalf("%q: %v, %q", driver, err, drivers(b))
+			}
+			b.Write = nil
+			want := "nv-vfio-pci"
+			if b.Functions[2].Driver == "nvidia" {
+				want = "nvidia" // Bind did not come to it
+			}
+			for range 2 {
+				if err := vfio.Release(t.Context(), b, found, idle); err != nil ||
+					!slices.Equal(drivers(b), []string{atFirst[0], atFirst[1], want + " nv-vfio-pci"}) {
+					t.Errorf("%q, write %d: %v, %q, want %s", driver, at, err, drivers(b), want)
+				}
+			}
+			if n < at {
+				break
+			}
+		}
+	}
+}
+
 func TestNoWriteBeginsAfterTheCallersEnd(t *testing.T) {
 	ended, end := context.WithCancelCause(t.Context())
 	why := errors.New("the parent died")

@@ -3,6 +3,7 @@
 package busmodel
 
 import (
+	"cmp"
 	"io/fs"
 	"slices"
 	"syscall"
@@ -75,6 +76,30 @@ func (b *Bus) IsDisplay(address device.PCIAddress) (bool, error) {
 // HasDriver implements [vfio.Bus].
 func (b *Bus) HasDriver(name string) bool { return slices.Contains(b.Drivers, name) }
 
+// Load loads a driver. It takes the functions that no driver has and that it matches, and none from
+// another driver.
+func (b *Bus) Load(driver string) {
+	b.Drivers = append(b.Drivers, driver)
+	for _, f := range b.Functions {
+		if f.Driver == "" && f.wanted() == driver {
+			f.Driver = driver
+		}
+	}
+}
+
+// Unload unloads a driver. Its functions then have no driver.
+func (b *Bus) Unload(driver string) {
+	b.Drivers = slices.DeleteFunc(b.Drivers, func(d string) bool { return d == driver })
+	for _, f := range b.Functions {
+		if f.Driver == driver {
+			f.Driver = ""
+		}
+	}
+}
+
+// wanted is the only driver that matches the function. An override decides alone.
+func (f *Function) wanted() string { return cmp.Or(f.Override, f.Native) }
+
 // SetOverride implements [vfio.Bus].
 func (b *Bus) SetOverride(address device.PCIAddress, driver string) error {
 	return b.write(Override, address, func(f *Function) error { f.Override = driver; return nil })
@@ -94,12 +119,8 @@ func (b *Bus) Unbind(address device.PCIAddress, driver string) error {
 // Probe implements [vfio.Bus].
 func (b *Bus) Probe(address device.PCIAddress) error {
 	return b.write(Probe, address, func(f *Function) error {
-		wanted := f.Native
-		if f.Override != "" {
-			wanted = f.Override
-		}
-		if f.Driver == "" && b.HasDriver(wanted) {
-			f.Driver = wanted
+		if f.Driver == "" && b.HasDriver(f.wanted()) {
+			f.Driver = f.wanted()
 		}
 		return nil
 	})

@@ -141,6 +141,7 @@ func (n *node) binding(a device.PCIAddress) string {
 // loadDriver loads NVIDIA's driver again. It finds no lost GPU, and numbers the others anew, in an
 // order that the caller chooses.
 func (n *node) loadDriver(order []int) {
+	n.bus().Load(nvidiaDriver)
 	minor := 0
 	for _, i := range order {
 		g := n.gpus[i]

@@ -118,10 +118,10 @@ func (b *Binder) isBound(f vfio.Found) bool {
 	})
 }
 
-// Release gives the card and its companions back to the drivers that they had. The error has
+// Release takes the card and its companions from VFIO, as [vfio.Release] says. The error has
 // [device.FailureInUse] and names the processes if some still use the card through VFIO.
 func (b *Binder) Release(ctx context.Context, card device.Card, f vfio.Found) error {
-	if f.Driver(card.PCIAddress) == host.NVIDIADriver && host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != host.NVIDIADriver {
+	if host.Driver(b.options.Paths.Sysfs, card.PCIAddress) != host.NVIDIADriver {
 		limit := unwatchLimit
 		if deadline, ok := ctx.Deadline(); ok {
 			limit = min(limit, time.Until(deadline)/2) // the release itself needs time, too

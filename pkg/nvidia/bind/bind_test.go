@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -146,7 +147,7 @@ func TestCardGoesToVFIOAndComesBackAsItWas(t *testing.T) {
 	s := newSite(t, "h100-passthrough", nil)
 	before, card := s.snapshot(), s.Card(1)
 	found := s.look(card)
-	if !found.Persistence || len(found.Functions) != 1 || found.Functions[0].VFIO != "vfio-pci" || found.Driver(card.PCIAddress) != "nvidia" {
+	if !found.Persistence || len(found.Functions) != 1 || found.Functions[0].VFIO != "vfio-pci" || found.Functions[0].Driver != "nvidia" {
 		t.Fatalf("found %+v", found)
 	}
 	for range 2 { // idempotent
@@ -213,61 +214,107 @@ func TestPersistencedClosesTheCard(t *testing.T) {
 	}
 }
 
-// TestWatchLeavesTheCardOutWithoutAGap watches all cards while one goes to VFIO and comes back.
-func TestWatchLeavesTheCardOutWithoutAGap(t *testing.T) {
-	s := newSite(t, "h100-passthrough", nil)
-	card := s.Card(1)
-	found := s.look(card)
-	ctx, cancel := context.WithCancel(t.Context())
-	reach, ended := make(chan device.Reach), make(chan error, 1)
+// watched is a running watch of all cards. A gap in it is an error.
+type watched struct {
+	*site
+	card  device.Card
+	reach chan device.Reach // of the card
+	began chan struct{}     // closed when the watch has begun
+}
+
+func (s *site) startWatch(card device.Card) (w watched, stop func()) {
+	w = watched{s, card, make(chan device.Reach), make(chan struct{})}
+	begin := sync.OnceFunc(func() { close(w.began) })
+	ctx, cancel := context.WithCancel(s.T.Context())
+	ended := make(chan error, 1)
 	go func() {
 		options := watch.Options{Paths: s.Paths(), Command: s.Role("watch"), Interval: 200 * time.Millisecond, Partitions: s.cards}
 		ended <- watch.Run(ctx, options, func(signal device.Signal) {
 			if w := signal.Watcher; w != nil && !w.Up && !w.Released {
-				t.Errorf("a gap in the watch: %s", w.Error)
+				s.T.Errorf("a gap in the watch: %s", w.Error)
+			} else if w != nil && w.Up {
+				begin()
 			}
 			if c := signal.Condition; c != nil && c.Card.PCIAddress == card.PCIAddress {
 				select {
-				case reach <- c.Reach:
+				case w.reach <- c.Reach:
 				case <-ctx.Done():
 				}
 			}
 		})
 	}()
-	await := func(want device.Reach) {
-		t.Helper()
-		limit := time.After(nvidiatest.Patience)
-		for {
-			select {
-			case got := <-reach:
-				if got == want {
-					return
-				}
-			case <-limit:
-				t.Fatalf("the watch never reported %s", want)
-			}
-		}
+	return w, func() {
+		cancel()
+		must(s.T, <-ended)
 	}
-	during := func(do func(context.Context, device.Card, vfio.Found) error) {
-		t.Helper()
-		done := make(chan error, 1)
-		go func() { done <- do(t.Context(), card, found) }()
-		for {
-			select {
-			case <-reach:
-			case err := <-done:
-				must(t, err)
+}
+
+func (w watched) await(want device.Reach) {
+	w.T.Helper()
+	limit := time.After(nvidiatest.Patience)
+	for {
+		select {
+		case got := <-w.reach:
+			if got == want {
 				return
 			}
+		case <-limit:
+			w.T.Fatalf("the watch never reported %s", want)
 		}
 	}
-	await(device.ReachOK)
-	during(s.Bind)
-	await(device.ReachNotOurs)
-	during(s.Release)
-	await(device.ReachOK)
-	cancel()
-	must(t, <-ended)
+}
+
+func (w watched) during(do func(context.Context, device.Card, vfio.Found) error, found vfio.Found) {
+	w.T.Helper()
+	done := make(chan error, 1)
+	go func() { done <- do(w.T.Context(), w.card, found) }()
+	for {
+		select {
+		case <-w.reach:
+		case err := <-done:
+			must(w.T, err)
+			return
+		}
+	}
+}
+
+// TestWatchLeavesTheCardOutWithoutAGap watches all cards while one goes to VFIO and comes back.
+func TestWatchLeavesTheCardOutWithoutAGap(t *testing.T) {
+	s := newSite(t, "h100-passthrough", nil)
+	card := s.Card(1)
+	found := s.look(card)
+	w, stop := s.startWatch(card)
+	w.await(device.ReachOK)
+	w.during(s.Bind, found)
+	w.await(device.ReachNotOurs)
+	w.during(s.Release, found)
+	w.await(device.ReachOK)
+	stop()
+}
+
+// A driver that is loaded while a virtual machine has the card does not take it from VFIO. When the
+// card is released, the driver gets it, and the watch takes it in.
+func TestReleasedCardGetsTheDriverThatWasLoadedMeanwhile(t *testing.T) {
+	s := newSite(t, "vfio-awkward", nil)
+	home := s.snapshot()
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverAway(f, false, true) })
+	card := s.Card(0)
+	uuid := card.UUID
+	card.UUID = ""
+	found := s.look(card)
+	must(t, s.Bind(t.Context(), card, found))
+	s.Change(func(c *layout.Config, f *state.File) error { return c.DriverBack(f, "", "") })
+	s.has(card.PCIAddress, "vfio-pci")
+	w, stop := s.startWatch(card)
+	w.during(func(context.Context, device.Card, vfio.Found) error { <-w.began; return nil }, found)
+	w.during(s.Release, found)
+	s.is(home)
+	card.UUID = uuid
+	if _, err := s.cards.Look(t.Context(), card); err != nil {
+		t.Errorf("NVIDIA's driver does not have the card: %v", err)
+	}
+	w.await(device.ReachOK)
+	stop()
 }
 
 func TestCompanionsGoAlongAndHaveLateNodes(t *testing.T) {

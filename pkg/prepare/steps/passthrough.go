@@ -15,7 +15,7 @@ const PassthroughKind = "passthrough"
 
 // Passthrough is the step that binds a GPU, with the other functions of its IOMMU group, to a VFIO
 // driver for virtual machines. The record has the drivers and overrides that the functions had
-// before the first of them is changed, so Revert can restore them whatever Apply did.
+// before the first of them is changed, so Revert knows what Apply may have changed.
 type Passthrough struct {
 	GPU  string      `json:"gpu"`
 	Card device.Card `json:"card"`
@@ -73,8 +73,8 @@ func (s *Passthrough) bind(ctx context.Context, env *Env) error {
 	return env.Binder.Bind(ctx, s.Card, *s.Found)
 }
 
-// Revert gives the GPU and its companions back to the drivers that they had. A reboot has done that
-// already.
+// Revert takes the GPU and its companions from VFIO, for the drivers that the kernel has now. A
+// reboot has done that already.
 func (s *Passthrough) Revert(ctx context.Context, env *Env) error {
 	if s.Found == nil || env.EarlierBoot {
 		return nil
