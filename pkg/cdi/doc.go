@@ -8,8 +8,10 @@
 // restart.
 //
 // Promises: the CDI library has validated a spec before it is written. A reader sees the old file
-// or the new one, never a part. An unchanged spec is not rewritten.
+// or the new one, never a part. An unchanged spec is not rewritten. The base spec is never without
+// edits.
 //
-// The package does not interpret edits and does not know which claims exist. Package reconciler
-// looks for specs that another program removed or changed.
+// The package interprets no edits, except that it finds the CUDA library among them. It does not
+// know which claims exist. Package reconciler looks for specs that another program removed or
+// changed.
 package cdi

@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -81,9 +82,41 @@ func ClaimDeviceID(uid types.UID, device string, shareID *types.UID) string {
 }
 
 // WriteBase writes the base spec. The edits apply to the whole spec, so the runtime applies them
-// once per container, however many GPUs the container has.
+// once per container, however many GPUs the container has. WriteBase refuses edits that are empty:
+// they come from no scan, and the spec that is there may be good.
 func (s *Store) WriteBase(edits specs.ContainerEdits) error {
-	return s.write(baseFile, s.ofBase, baseSpec(edits), false)
+	return s.write(baseFile, s.ofBase, baseSpec(edits), bytes.Equal)
+}
+
+// EnsureBase is WriteBase, but it keeps a base spec that containers can use: one with the same CUDA
+// library, for whose edits usable returns nil. Another plugin instance, which may be of another
+// version, may have written it.
+func (s *Store) EnsureBase(edits specs.ContainerEdits, usable func(specs.ContainerEdits) error) error {
+	return s.write(baseFile, s.ofBase, baseSpec(edits), func(on, data []byte) bool {
+		return bytes.Equal(on, data) || isUsable(on, edits, usable)
+	})
+}
+
+// isUsable reports whether containers can use the base spec that is on disk, instead of one with
+// these edits.
+func isUsable(on []byte, edits specs.ContainerEdits, usable func(specs.ContainerEdits) error) bool {
+	var there specs.Spec
+	if check(on) != nil || json.Unmarshal(on, &there) != nil {
+		return false
+	}
+	isBase := there.Kind == Vendor+"/"+baseClass && len(there.Devices) == 1 && there.Devices[0].Name == baseDevice
+	isEmpty := reflect.DeepEqual(there.ContainerEdits, specs.ContainerEdits{})
+	return isBase && !isEmpty && cudaLibrary(there.ContainerEdits) == cudaLibrary(edits) && usable(there.ContainerEdits) == nil
+}
+
+// cudaLibrary returns where the host has libcuda, whose name ends with the driver's version.
+func cudaLibrary(edits specs.ContainerEdits) string {
+	for _, m := range edits.Mounts {
+		if strings.HasPrefix(filepath.Base(m.ContainerPath), "libcuda.so.") {
+			return m.HostPath
+		}
+	}
+	return ""
 }
 
 // RewriteBase writes the base spec even if it is unchanged. Container runtimes cache the device
@@ -92,7 +125,7 @@ func (s *Store) WriteBase(edits specs.ContainerEdits) error {
 // RewriteBase removes the temporary files that an earlier one left.
 func (s *Store) RewriteBase(edits specs.ContainerEdits) error {
 	s.sweep()
-	return s.write(baseFile, s.ofBase, baseSpec(edits), true)
+	return s.write(baseFile, s.ofBase, baseSpec(edits), func(_, _ []byte) bool { return false })
 }
 
 // WriteClaim writes the claim's spec. Each device has a name of [ClaimDeviceName], which begins
@@ -108,7 +141,7 @@ func (s *Store) WriteClaim(uid types.UID, devices []specs.Device) error {
 			return fmt.Errorf("CDI spec %s: device %q does not belong to the claim: its name does not begin with the claim's UID", name, d.Name)
 		}
 	}
-	return s.write(name, ofClaim, &specs.Spec{Kind: ClaimKind, Devices: devices}, false)
+	return s.write(name, ofClaim, &specs.Spec{Kind: ClaimKind, Devices: devices}, bytes.Equal)
 }
 
 // Render returns the base spec with the edits common and the spec of one claim with these devices,
@@ -206,10 +239,13 @@ func claimFile(uid types.UID) (string, error) {
 	return claimPrefix + string(uid) + suffix, nil
 }
 
-// write makes spec the content of the file called name. It replaces a file that has this content
-// only if always is true. It does not sync the file to disk, because the plugin writes the specs
-// again after a crash of the node. CDI reads only *.json and *.yaml, not the temporary file.
-func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always bool) error {
+// write makes spec the content of the file called name, unless keep is true for what is on disk and
+// this content. It does not sync the file to disk, because the plugin writes the specs again after
+// a crash of the node. CDI reads only *.json and *.yaml, not the temporary file.
+func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, keep func(on, data []byte) bool) error {
+	if name == baseFile && reflect.DeepEqual(spec.ContainerEdits, specs.ContainerEdits{}) {
+		return fmt.Errorf("CDI spec %s: the scan found no driver files: wait until NVIDIA's driver is loaded", name)
+	}
 	data, err := encode(spec)
 	if err != nil {
 		return fmt.Errorf("CDI spec %s: %w", name, err)
@@ -218,7 +254,7 @@ func (s *Store) write(name, temporarySuffix string, spec *specs.Spec, always boo
 	defer s.mu.Unlock()
 	path := filepath.Join(s.root, name)
 	// What cannot be read, such as a pipe, is replaced.
-	if on, err := (durable.OS{}).ReadFile(path); err != nil || always || !bytes.Equal(on, data) {
+	if on, err := (durable.OS{}).ReadFile(path); err != nil || !keep(on, data) {
 		if err := check(data); err != nil {
 			return fmt.Errorf("CDI spec %s: %w", name, err)
 		}

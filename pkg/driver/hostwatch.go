@@ -27,7 +27,8 @@ const (
 // hostWatch checks what the host must provide, and reports whether the node offers devices.
 type hostWatch struct {
 	node       *nodeview.Node
-	checks     []nodeview.Check
+	base       *baseSpec
+	checks     []nodeview.Check // also base
 	leader     *leader.Lock
 	reconciler *reconciler.Reconciler
 	events     *events.Recorder
@@ -70,6 +71,8 @@ func (h *hostWatch) Run(ctx context.Context) {
 			return
 		case <-v.Changed():
 		case <-time.After(time.Until(next)):
+		case <-h.leader.Led():
+			h.node.Check(ctx, []nodeview.Check{h.base}) // the leader keeps it
 		case <-h.leader.LeadsAgain():
 			// A newer plugin instance has ended. It may have left files broken, and while the leader lock
 			// passed from one to the other, neither of them repaired CDI specs.

@@ -165,9 +165,13 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 	daemons := &daemonReports{
 		supervisor: supervisor, metrics: parts.Metrics, events: recorder, fractionsOffered: publisher.OffersFractions,
 	}
+	base := &baseSpec{
+		Store: specs, inventory: inv, leader: lead, hardware: access,
+		visible: visiblePath(cfg), paths: Paths(cfg), charDir: cfg.DevCharDir,
+	}
 	reconciling := reconciler.New(reconciler.Options{
 		BootID: state.bootID, NewerLeads: lead.NewerLeads,
-		Claims: claims, Specs: specs, Use: access.Use, Inventory: inv, Layouts: publisher,
+		Claims: claims, Specs: base, Use: access.Use, Inventory: inv, Layouts: publisher,
 		Allocations:   publish.APIServer{Client: parts.StatusClient, Node: cfg.NodeName}.Allocations,
 		ReportDaemons: daemons.Report, Repaired: toAdmins.Repaired,
 	})
@@ -202,15 +206,12 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		},
 		deleted: func() { publisher.SetNodeUID("") },
 	}
-	base := &baseSpec{
-		node: node, leader: lead, hardware: access, specs: specs,
-		paths: Paths(cfg), charDir: cfg.DevCharDir,
-	}
 	host := &hostWatch{
+		base: base,
 		checks: []nodeview.Check{
+			base, // first: Prepare relies on it soon after a scan
 			nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: lead.NewerLeads},
 			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
-			base,
 		},
 		node: node, leader: lead, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
 	}

@@ -274,7 +274,7 @@ func (s *specsFake) set(change func()) error {
 	return nil
 }
 
-func (s *specsFake) WriteBase(edits specs.ContainerEdits) error {
+func (s *specsFake) EnsureBase(edits specs.ContainerEdits, _ func(specs.ContainerEdits) error) error {
 	raw, err := json.Marshal(edits)
 	if err != nil {
 		return err

@@ -178,8 +178,9 @@ func (p *Preparer) checkUnchanged(ctx context.Context, c *resourceapi.ResourceCl
 	return nil
 }
 
-// verifyNode writes the node-wide CDI spec, unless the claim is for virtual machines only. It
-// returns an error if a file that every GPU container needs does not exist.
+// verifyNode writes the node-wide CDI spec if there is no usable one, unless the claim is for
+// virtual machines only. It returns an error if a file that every GPU container needs does not
+// exist.
 func (p *Preparer) verifyNode(pl *plan) error {
 	if !slices.ContainsFunc(pl.requests, func(req deviceRequest) bool { return !req.name.Passthrough }) {
 		return nil
@@ -187,7 +188,7 @@ func (p *Preparer) verifyNode(pl *plan) error {
 	if err := p.opts.Edits.Verify(pl.snapshot.Node.Common); err != nil {
 		return cause.Errorf(cause.NotReady, "files that every GPU container needs are missing on this node: %w", err)
 	}
-	return cause.Wrap(cause.Step, p.node.Specs.WriteBase(pl.snapshot.Node.Common))
+	return cause.Wrap(cause.Step, p.node.Specs.EnsureBase(pl.snapshot.Node.Common, p.opts.Edits.Verify))
 }
 
 // execute prepares the claim: it plans the steps, saves them as a record, applies them and saves

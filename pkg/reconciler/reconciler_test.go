@@ -14,6 +14,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/prepare"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/reconciler"
 )
@@ -79,7 +80,9 @@ func (n *node) PreparedClaims() ([]checkpoint.Record, error) { return nil, nil }
 
 func (n *node) Missing([]types.UID) []string { return nil }
 
-func (n *node) Snapshot() inventory.Snapshot { return inventory.Snapshot{Ready: true} }
+func (n *node) Snapshot() inventory.Snapshot {
+	return inventory.Snapshot{Ready: true, Node: nvidia.Node{Common: specs.ContainerEdits{Env: []string{"DRIVER=any"}}}}
+}
 
 func (n *node) RequestScan() { n.note("scan") }
 

@@ -232,8 +232,8 @@ type specStore struct {
 	steps.Specs
 }
 
-func (s specStore) WriteBase(edits specs.ContainerEdits) error {
-	return s.p.do(s.p.ctx, baseWrite, func() error { return s.Specs.WriteBase(edits) }, func() {})
+func (s specStore) EnsureBase(edits specs.ContainerEdits, usable func(specs.ContainerEdits) error) error {
+	return s.p.do(s.p.ctx, baseWrite, func() error { return s.Specs.EnsureBase(edits, usable) }, func() {})
 }
 
 func (s specStore) WriteClaim(uid types.UID, devices []specs.Device) error {

@@ -168,8 +168,8 @@ func (s *inMemory) clear() error {
 	return nil
 }
 
-// WriteBase notes that the base spec, which all claims share, exists.
-func (s *inMemory) WriteBase(specs.ContainerEdits) error {
+// EnsureBase notes that the base spec, which all claims share, exists.
+func (s *inMemory) EnsureBase(specs.ContainerEdits, func(specs.ContainerEdits) error) error {
 	s.based = true
 	return nil
 }

@@ -85,7 +85,8 @@ const daemonTime = 20 * time.Second
 
 // Specs stores the CDI specs that the container runtime reads.
 type Specs interface {
-	WriteBase(edits specs.ContainerEdits) error
+	// EnsureBase writes the node-wide spec, unless there is one that containers can use.
+	EnsureBase(edits specs.ContainerEdits, usable func(specs.ContainerEdits) error) error
 	WriteClaim(uid types.UID, devices []specs.Device) error
 	// WriteMetadata writes the files that describe the requests' devices to the claim's containers.
 	WriteMetadata(c metadata.Claim, requests []metadata.Request) error

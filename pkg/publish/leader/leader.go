@@ -5,9 +5,9 @@
 // An instance asks an older leader for a hand-over: it locks the request file. If the newer
 // instance ends after the hand-over, the former leader leads again.
 //
-// The package publishes nothing. The leader also saves the health findings. After a hand-over only
-// the newer instance keeps the files that exist once on a node, such as the base CDI spec: their
-// owners ask [Lock.NewerLeads].
+// The package publishes nothing. The leader also saves the health findings, and only it replaces
+// the base CDI spec ([Lock.WhileLeading]). After a hand-over only the newer instance keeps the
+// other files that exist once on a node, such as the hooks: their owners ask [Lock.NewerLeads].
 package leader
 
 import (
@@ -52,6 +52,10 @@ type Lock struct {
 	// until this instance leads.
 	newerLeads atomic.Bool
 	leadsAgain wake.Signal
+	led        wake.Signal
+
+	mu    sync.Mutex // held while the leader keeps a file of the node, and to begin and end leading
+	leads bool
 }
 
 // New returns the Lock of a plugin instance. The lock files are in dir, which all instances of the
@@ -62,6 +66,7 @@ func New(dir string) *Lock {
 		started:     time.Now(),
 		requestPath: filepath.Join(dir, "publisher.request"),
 		leadsAgain:  wake.New(),
+		led:         wake.New(),
 	}
 }
 
@@ -77,6 +82,25 @@ func (l *Lock) NewerLeads() bool { return l.newerLeads.Load() }
 // LeadsAgain returns a channel that gets a value when this instance leads after a newer one has
 // ended. That instance may have left files of the node broken.
 func (l *Lock) LeadsAgain() <-chan struct{} { return l.leadsAgain }
+
+// Led returns a channel that gets a value when this instance begins to lead.
+func (l *Lock) Led() <-chan struct{} { return l.led }
+
+// WhileLeading calls do if this instance leads. Until do returns, no other instance leads.
+func (l *Lock) WhileLeading(do func() error) (leads bool, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.leads {
+		err = do()
+	}
+	return l.leads, err
+}
+
+func (l *Lock) setLeads(leads bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.leads = leads
+}
 
 // errHandover is the cause of the end of a leader's context if a newer instance asked to lead.
 var errHandover = errors.New("a newer instance of the plugin asked to lead")
@@ -115,6 +139,8 @@ func (l *Lock) Acquire(ctx context.Context) (leading context.Context, _ error) {
 	if l.newerLeads.Swap(false) {
 		l.leadsAgain.Wake()
 	}
+	l.setLeads(true)
+	l.led.Wake()
 	return l.leading, nil
 }
 
@@ -153,6 +179,7 @@ func (l *Lock) Release(ctx context.Context) {
 	if errors.Is(context.Cause(l.leading), errHandover) {
 		l.newerLeads.Store(true) // before the lock is free, so that no two instances keep the node's files
 	}
+	l.setLeads(false)
 	if err := l.lock.Unlock(); err != nil {
 		klog.FromContext(ctx).Error(err, "Failed to release the leader lock", "path", l.lock.Path())
 	}

@@ -2,6 +2,7 @@ package leader
 
 import (
 	"context"
+	"errors"
 	"path/filepath"
 	"testing"
 	"time"
@@ -74,6 +75,48 @@ func waitsForNewer(t *testing.T, older, newer *Lock, fromNewer <-chan struct{}) 
 	<-older.LeadsAgain()
 	if older.NewerLeads() {
 		t.Error("a newer instance leads after it has ended")
+	}
+}
+
+// What only the leader may write is written by one instance at a time, also while it hands over.
+func TestOnlyTheLeaderKeepsFiles(t *testing.T) {
+	dir := t.TempDir()
+	older, newer := New(dir), New(dir)
+	keeps := func(l *Lock) bool {
+		t.Helper()
+		ran, failed := false, errors.New("failed")
+		leads, err := l.WhileLeading(func() error { ran = true; return failed })
+		if ran != leads || leads != errors.Is(err, failed) {
+			t.Errorf("leads %t, ran %t, %v", leads, ran, err)
+		}
+		return leads
+	}
+	if keeps(older) {
+		t.Error("an instance keeps files before it leads")
+	}
+	acquire(t, older)
+	<-older.Led()
+	if !keeps(older) || keeps(newer) {
+		t.Error("not the leader keeps files")
+	}
+	writing, written := make(chan struct{}), make(chan struct{})
+	go func() {
+		_, _ = older.WhileLeading(func() error { close(writing); <-written; return nil })
+	}()
+	<-writing
+	released := make(chan struct{})
+	go func() { older.Release(t.Context()); close(released) }()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*lockPoll)
+	defer cancel()
+	if _, err := newer.Acquire(ctx); err == nil {
+		t.Error("another instance leads while the former leader writes")
+	}
+	close(written)
+	<-released
+	acquire(t, newer)
+	defer newer.Release(t.Context())
+	if keeps(older) || !keeps(newer) {
+		t.Error("after the hand-over not the leader keeps files")
 	}
 }
 
