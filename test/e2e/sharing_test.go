@@ -302,14 +302,16 @@ type daemon struct {
 	Restarts int    `json:"restarts"`
 }
 
-// supervisor returns the Pod of the supervisor of MPS daemons, once it is ready.
+// supervisor returns the Pod of the supervisor of MPS daemons on the node h100, once it is ready.
 func (w *world) supervisor(t *testing.T) corev1.Pod {
 	t.Helper()
 	var found corev1.Pod
 	eventually(t, 90*time.Second, "the supervisor of MPS daemons is ready", func() (bool, string) {
 		list, err := w.Client.CoreV1().
 			Pods(clusterharness.Namespace).
-			List(t.Context(), metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=mps-supervisor"})
+			List(t.Context(), metav1.ListOptions{
+				LabelSelector: "app.kubernetes.io/component=mps-supervisor", FieldSelector: "spec.nodeName=" + h100,
+			})
 		if err != nil || len(list.Items) != 1 {
 			return false, fmt.Sprint(err, len(list.Items))
 		}
