@@ -87,6 +87,7 @@ func (h *hostWatch) Run(ctx context.Context) {
 func (h *hostWatch) report(ctx context.Context, v *nodeview.View) {
 	s, gpus := v.Preparable, len(v.Inventory.Node.GPUs)
 	h.metrics.Inventory(s.Ready, gpus)
+	h.metrics.InventoryProblems(v.Inventory.Node.ProblemCounts())
 	h.reportWithheldGPUs(v)
 	switch logger := klog.FromContext(ctx); {
 	case s.Ready && h.lastReason != "":

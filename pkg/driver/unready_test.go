@@ -55,6 +55,23 @@ func TestHealthTaintsChangeOnUnreadyNode(t *testing.T) {
 	}
 }
 
+// A missing file of the driver costs containers that file, and neither a GPU nor the node.
+func TestMissingFileKeepsGPUsOffered(t *testing.T) {
+	t.Parallel()
+	n := newHealthNode(t)
+	n.run(t)
+	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
+	n.setHardware("incomplete", func() (nvidia.Node, error) {
+		all, err := twoGPUs()
+		all.FileProblems = []nvidia.FileProblem{{Kind: nvidia.FileMissing, Name: "nvidia-smi", Message: "it was not found"}}
+		return all, err
+	})
+	eventually(t, "the problem is counted", func() bool { return n.metric(t, "gpu_dra_inventory_problems kind=missing-file") })
+	if n.metric(t, "gpu_dra_inventory_problems kind=gpu") || !n.driver.node.View().Preparable.Ready || len(published(t, n.client)) != 2 {
+		t.Error("the missing file costs more than itself")
+	}
+}
+
 func justOneGPU() (nvidia.Node, error) {
 	all, err := twoGPUs()
 	all.GPUs = all.GPUs[:1]

@@ -35,6 +35,7 @@ type Metrics struct {
 	repairs              *prometheus.CounterVec
 	devices              *prometheus.GaugeVec
 	ready                *prometheus.GaugeVec
+	problems             *prometheus.GaugeVec
 	publisher            prometheus.Gauge
 	devicePlugin         prometheus.Gauge
 	slowScheduler        prometheus.Gauge
@@ -63,8 +64,10 @@ func New(version string) *Metrics {
 		repairs:       auto.counters("repairs_total", "Repairs of things that were missing or altered on the node, by kind.", "kind"),
 		devices:       auto.gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready:         auto.gauges("inventory_ready", "1 while the node prepares claims, else 0. Absent on a node without a GPU."),
-		publisher:     auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
-		devicePlugin:  auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
+		problems: auto.gauges("inventory_problems",
+			"Problems that the last scan found, by kind: gpu, missing-file, refused-edit. Absent on a node without a GPU.", "kind"),
+		publisher:    auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
+		devicePlugin: auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
 		slowScheduler: auto.gauge("slow_scheduler",
 			"1 on a node that publishes counters to a cluster before Kubernetes 1.37, whose scheduler is slow with them, else 0."),
 		referenceClaims: auto.gauge("predecessor_claims",
@@ -145,6 +148,13 @@ func (m *Metrics) Inventory(ready bool, gpus int) {
 	// never calls Inventory, so it lacks the metric and triggers no alert.
 	m.ready.WithLabelValues().Set(number(ready))
 	m.devices.WithLabelValues("gpu").Set(float64(gpus))
+}
+
+// InventoryProblems sets how many problems of each kind the last scan of the node found.
+func (m *Metrics) InventoryProblems(byKind map[string]int) {
+	for kind, n := range byKind {
+		m.problems.WithLabelValues(kind).Set(float64(n))
+	}
 }
 
 // ClaimStatusError counts one failed attempt to write a claim's status.devices.

@@ -35,6 +35,7 @@ func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 	m.Repaired("cdi-spec")
 	m.CountPrepared(func() (int, int, error) { return 1, 2, nil })
 	m.Inventory(true, 8)
+	m.InventoryProblems(map[string]int{"missing-file": 1})
 	m.Publisher(true)
 	m.MIGCall("create", time.Second, "in-use")
 	m.MIG(MIGState{Offered: map[string]int{"1g.10gb": 7}, GPUs: map[string]int{"": 1}})
@@ -52,7 +53,7 @@ func TestEveryMetricHasPrefixAndHelp(t *testing.T) {
 	}
 	want := []string{
 		"gpu_dra_build_info", "gpu_dra_claim_status_errors_total", "gpu_dra_device_plugin", "gpu_dra_driver_released",
-		"gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_ready",
+		"gpu_dra_held_gpus", "gpu_dra_inventory_devices", "gpu_dra_inventory_problems", "gpu_dra_inventory_ready",
 		"gpu_dra_mig_gpus", "gpu_dra_mig_instances", "gpu_dra_mig_operation_duration_seconds", "gpu_dra_mig_operation_errors_total",
 		"gpu_dra_mps_daemons", "gpu_dra_mps_restarts_total", "gpu_dra_mps_start_duration_seconds", "gpu_dra_mps_start_errors_total",
 		"gpu_dra_predecessor_claims", "gpu_dra_predecessor_unreadable", "gpu_dra_prepared_claims", "gpu_dra_publish_errors_total",

@@ -252,6 +252,9 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 	root := s.report.Driver.Root
 	table := s.inventory(ctx, root, "table")
 	s.show("gpu-kubelet-plugin inventory", "", withoutProcesses(table.stdout)+table.stderr)
+	if table.err == nil {
+		s.checkMissing(table.stdout)
+	}
 	slicesText := s.inventory(ctx, root, "yaml")
 	s.show("gpu-kubelet-plugin inventory -o yaml", "yaml", slicesText.stdout+slicesText.stderr)
 	offers, cards, err := readSlices(slicesText.stdout)
@@ -274,6 +277,31 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 		s.add(name, facts.Agreed, "%d GPUs, %d of them whole", len(cards), len(offers))
 	}
 	return offers
+}
+
+// checkMissing adds to the report what containers would lack of the driver, by the inventory's
+// table.
+func (s *visit) checkMissing(table string) {
+	const name = "containers lack nothing of the driver"
+	if lines := listBelow(table, "Missing in containers"); len(lines) > 0 {
+		s.add(name, facts.Differed, "%s", strings.Join(lines, "; "))
+	} else {
+		s.add(name, facts.Agreed, "the plugin found every file that it expects, and refused none")
+	}
+}
+
+// listBelow returns the lines of the inventory's table below a title.
+func listBelow(table, title string) []string {
+	_, list, found := strings.Cut(table, "\n"+title+":\n")
+	if !found {
+		return nil
+	}
+	list, _, _ = strings.Cut(list, "\n\n")
+	var lines []string
+	for line := range strings.Lines(list) {
+		lines = append(lines, strings.TrimSpace(line))
+	}
+	return lines
 }
 
 // withoutProcesses returns the inventory's table without its list of processes, because reports are

@@ -250,6 +250,7 @@ const (
 	driverCheck    = "a driver is found"
 	nvmlCheck      = "NVML says what the model's file says"
 	inventoryCheck = "the plugin offers what NVML lists"
+	missingCheck   = "containers lack nothing of the driver"
 	specCheck      = "the CDI specs can be used"
 	noneCheck      = "a container with the base spec alone sees no GPU"
 	oneCheck       = "a container with one GPU sees only that GPU"
@@ -298,8 +299,8 @@ func TestMatchingMachineAgrees(t *testing.T) {
 			}
 			before := driverState(t, m)
 			r := m.check(m.in0()...)
-			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, specCheck, noneCheck, oneCheck, tableCheck,
-				timeSliceCheck, gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
+			r.wantVerdicts(t, all(facts.Agreed, driverCheck, nvmlCheck, inventoryCheck, missingCheck, specCheck, noneCheck, oneCheck,
+				tableCheck, timeSliceCheck, gettersCheck, librariesCheck, attachCheck, restCheck, scansCheck, endCheck))
 			r.wantVerdicts(t, all(facts.NotProven, cudaWithout, cudaWith, mpsWith))
 			described, err := model.ReadNode(filepath.Join(simulator, "nodes", name+".yaml"), t.Name())
 			if err != nil {

@@ -362,6 +362,16 @@ func TestReportHasNoProcesses(t *testing.T) {
 	}
 }
 
+func TestMissingFilesAreReadFromTheTable(t *testing.T) {
+	const table = "NAME\ngpu\n\nMissing in containers:\n  a: not found\n  b: refused\n\nNot checked here:\n  x\n"
+	if got := listBelow(table, "Missing in containers"); !slices.Equal(got, []string{"a: not found", "b: refused"}) {
+		t.Errorf("%q", got)
+	}
+	if got := listBelow("NAME\n", "Missing in containers"); got != nil {
+		t.Errorf("%q", got)
+	}
+}
+
 func TestWatcherHasThePluginsMark(t *testing.T) {
 	if childMark != nvidia.ChildMark {
 		t.Errorf("%q, and the plugin's is %q", childMark, nvidia.ChildMark)

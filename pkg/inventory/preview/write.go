@@ -27,6 +27,7 @@ func WriteTable(out io.Writer, p Offer) error {
 	writeOffer(&text, p)
 	writeList(&text, "Not listed by NVML", p.unlisted)
 	writeList(&text, "Not offered, or only in part", p.whyNotMore())
+	writeList(&text, "Missing in containers", p.missing())
 	writeList(&text, "Open in other processes", p.holders())
 	_, err := text.WriteTo(out)
 	return err
@@ -74,6 +75,14 @@ func (p Offer) whyNotMore() (lines []string) {
 		for _, reason := range p.reasons[g.WholeName()] {
 			lines = append(lines, g.WholeName()+": "+reason)
 		}
+	}
+	return lines
+}
+
+// missing lists the parts of the driver that containers lack.
+func (p Offer) missing() (lines []string) {
+	for _, problem := range p.Node.FileProblems {
+		lines = append(lines, problem.String())
 	}
 	return lines
 }

@@ -21,37 +21,84 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
-// confine returns an error if e could expose the host. The container runtime follows symlinks from
-// the host's root, so a symlink out of the driver root would give tenants a host file. A device
-// node with a wrong number would open another device. confine also resolves the symlinks in mount
-// sources, so that the runtime has none to follow.
-func (s scanner) confine(e edits) error {
+// confine returns e without what could expose the host, and without what it does not know, and a
+// problem for each part left out. The container runtime follows symlinks from the host's root, so a
+// symlink out of the driver root would give tenants a host file. A device node with a wrong number
+// would open another device. confine also resolves the symlinks in mount sources, so that the
+// runtime has none to follow.
+func (s scanner) confine(e edits) (edits, []nvidia.FileProblem) {
+	kept := edits{AdditionalGIDs: e.AdditionalGIDs}
+	var refused []nvidia.FileProblem
+	refuse := func(name, format string, args ...any) {
+		refused = append(refused, nvidia.FileProblem{Kind: nvidia.FileRefused, Name: name, Message: fmt.Sprintf(format, args...)})
+	}
+	for _, v := range e.Env {
+		if name, _, _ := strings.Cut(v, "="); name == "NVIDIA_CTK_LIBCUDA_DIR" { // the hook enable-cuda-compat reads it
+			kept.Env = append(kept.Env, v)
+		} else {
+			refuse(name, "this driver does not know the variable")
+		}
+	}
 	for _, m := range e.Mounts {
 		source, err := resolveConfined(s.paths, m.HostPath)
-		if err != nil {
-			return err
-		}
-		if !filepath.IsAbs(m.ContainerPath) || filepath.Clean(m.ContainerPath) != m.ContainerPath {
-			return fmt.Errorf("mount %s: the container path %q is not absolute", s.paths.Host(m.HostPath), m.ContainerPath)
-		}
-		m.HostPath = source
-	}
-	for _, h := range e.Hooks {
-		for _, arg := range h.Args {
-			if _, link, ok := strings.Cut(arg, "::"); ok && !isNextToMount(s.withoutDevRoot(link), e.Mounts) {
-				return fmt.Errorf("symlink %s would be outside the directories mounted into containers (a library can name it): "+
-					"reinstall the driver", link)
-			}
+		switch {
+		case err != nil:
+			refuse(s.paths.Host(m.HostPath), "%v", err)
+		case !filepath.IsAbs(m.ContainerPath) || filepath.Clean(m.ContainerPath) != m.ContainerPath:
+			refuse(s.paths.Host(m.HostPath), "the container path %q is not absolute", m.ContainerPath)
+		default:
+			mount := *m
+			mount.HostPath = source
+			kept.Mounts = append(kept.Mounts, &mount)
 		}
 	}
 	listed, _ := host.Majors(s.paths)
 	majors := slices.Collect(maps.Values(listed))
 	for _, n := range e.DeviceNodes {
 		if err := s.checkNode(n, majors); err != nil {
-			return err
+			refuse(s.paths.Host(cmp.Or(n.HostPath, n.Path)), "%v", err)
+			continue
+		}
+		kept.DeviceNodes = append(kept.DeviceNodes, n)
+	}
+	for _, h := range e.Hooks {
+		if h.Path != s.paths.HookPath {
+			refuse(h.Path, "it is not this driver's hook %s", s.paths.HookPath)
+			continue
+		}
+		hook := *h
+		hook.Args = s.confineLinks(h.Args, kept.Mounts, refuse)
+		if len(hook.Args) == len(h.Args) || slices.Contains(hook.Args, linkFlag) {
+			kept.Hooks = append(kept.Hooks, &hook)
 		}
 	}
-	return nil
+	if e.IntelRdt != nil {
+		refuse("intelRdt", "this driver does not know such an edit")
+	}
+	if len(e.NetDevices) > 0 {
+		refuse("netDevices", "this driver does not know such an edit")
+	}
+	return kept, refused
+}
+
+// linkFlag precedes each symlink in the arguments of the hook create-symlinks.
+const linkFlag = "--link"
+
+// confineLinks returns the arguments of a hook without the symlinks that would be outside the
+// directories mounted into containers.
+func (s scanner) confineLinks(args []string, mounts []*specs.Mount, refuse func(name, format string, args ...any)) []string {
+	var kept []string
+	for _, arg := range args {
+		if _, link, ok := strings.Cut(arg, "::"); ok && !isNextToMount(s.withoutDevRoot(link), mounts) {
+			refuse(link, "the symlink would be outside the directories mounted into containers (a library can name it): reinstall the driver")
+			if last := len(kept) - 1; last >= 0 && kept[last] == linkFlag {
+				kept = kept[:last]
+			}
+			continue
+		}
+		kept = append(kept, arg)
+	}
+	return kept
 }
 
 // resolveConfined follows the symlinks of path and returns the path of the file. Both are as this

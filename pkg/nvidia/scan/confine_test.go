@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -29,47 +30,49 @@ var hostile = map[string]struct {
 	// reason must be in the problem that the scan reports. If reason is empty, the scan ignores the
 	// planted file and reports no problem.
 	reason string
+	// unready says that without the file the node can offer nothing.
+	unready bool
 }{
 	"a library that is an absolute symlink to a host file": {func(h nvidiatest.Host) {
 		h.Link(filepath.Join(h.Root, secret), "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+nvidiatest.Version)
-	}, ""},
+	}, "", false},
 	"a library that is a symlink with ..": {func(h nvidiatest.Host) {
 		h.Link("../../../"+secret, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+nvidiatest.Version)
-	}, ""},
+	}, "", false},
 	"a library behind two symlinks": {func(h nvidiatest.Host) {
 		h.Link("step", "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+nvidiatest.Version)
 		h.Link("/../../"+h.Root+"/"+secret, "driver/usr/lib64/step")
-	}, ""},
+	}, "", false},
 	"a program that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link(filepath.Join(h.Root, secret), "driver/usr/bin/nvidia-smi")
 		h.Must(os.Chmod(filepath.Join(h.Root, secret), 0o755))
-	}, "leads to no file within the driver root"},
+	}, "leads to no file within the driver root", false},
 	"a configuration that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link("../../../../"+secret, "driver/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
 		h.Link(filepath.Join(h.Root, secret), "driver/etc/vulkan/icd.d/nvidia_icd.json")
-	}, "leads to no file within the driver root"},
+	}, "leads to no file within the driver root", false},
 	"firmware that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link(filepath.Join(h.Root, secret), "driver/lib/firmware/nvidia/"+nvidiatest.Version+"/gsp_ga10x.bin")
-	}, "leads to no file within the driver root"},
+	}, "leads to no file within the driver root", false},
 	"a library that is a pipe": {func(h nvidiatest.Host) {
 		h.Pipe("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + nvidiatest.Version)
 		// The scan's child process hangs when it opens the pipe, so the parent kills it.
-	}, "has not answered"},
+	}, "has not answered", true},
 	"a library that is a device": {func(h nvidiatest.Host) {
 		h.Node("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + nvidiatest.Version)
-	}, "is not a file but"},
+	}, "is not a file but", false},
 	"an endless library": {func(h nvidiatest.Host) {
 		h.File("driver/usr/lib64/libnvidia-ptxjitcompiler.so."+nvidiatest.Version, "")
 		h.Must(os.Truncate(filepath.Join(h.Root, "driver/usr/lib64/libnvidia-ptxjitcompiler.so."+nvidiatest.Version), 1<<42))
-	}, ""},
+	}, "", false},
 	"a library directory that is a symlink out": {func(h nvidiatest.Host) {
 		h.Must(os.Rename(filepath.Join(h.Root, "driver/usr/lib64"), filepath.Join(h.Root, "etc/lib64")))
 		h.Link(filepath.Join(h.Root, "etc/lib64"), "driver/usr/lib64")
-	}, "libcuda.so." + nvidiatest.Version + " is not under"},
+	}, "libcuda.so." + nvidiatest.Version + " is not under", true},
 	"a GPU's device node that is a symlink": {func(h nvidiatest.Host) {
 		h.Remove("driver/dev/nvidia0")
 		h.Link(filepath.Join(h.Root, "driver/dev/nvidia1"), "driver/dev/nvidia0")
-	}, "GPU"},
+	}, "GPU", false},
 }
 
 // The test expects that no container gets a file from outside the driver root, whatever the driver
@@ -88,9 +91,13 @@ func TestHostileDriverRootExposesNoHostFiles(t *testing.T) {
 			said, merr := json.Marshal(node)
 			h.Must(merr)
 			switch {
+			case (err != nil) != c.unready:
+				t.Errorf("the scan's error is %v", err)
+			case err == nil && len(node.GPUs) == 0:
+				t.Errorf("no GPU is offered: %s", said)
 			case err == nil && c.reason != "" && !strings.Contains(string(said), c.reason):
 				t.Errorf("no problem reported: %s", said)
-			case err != nil && (c.reason == "" || !strings.Contains(err.Error(), c.reason)):
+			case err != nil && !strings.Contains(err.Error(), c.reason):
 				t.Errorf("%v, want %q", err, c.reason)
 			}
 			all := []specs.ContainerEdits{node.Common}
@@ -156,11 +163,83 @@ func TestLibrarySymlinkStaysInItsDirectory(t *testing.T) {
 			t.Errorf("%q: %t", link, got)
 		}
 	}
-	s := scannerOf(nvidiatest.NewHost(t), nil)
-	e := specs.ContainerEdits{Hooks: []*specs.Hook{{Args: []string{"nvidia-cdi-hook", "create-symlinks", "--link",
-		"libcuda.so.1::/etc/ld.so.preload"}}}}
-	if err := s.confine(e); err == nil || !strings.Contains(err.Error(), "/etc/ld.so.preload") {
-		t.Error(err)
+}
+
+// The test expects that an edit which could expose the host, or which the driver does not know, is
+// dropped and named, and that all others stay.
+func TestRefusedEditCostsOnlyItself(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	h.File("proc/devices", "Character devices:\n195 nvidia\n\n")
+	h.File("etc/shadow", "secret")
+	s := scannerOf(h, nil)
+	library := "/usr/lib64/libcuda.so." + nvidiatest.Version
+	hook := func(path string, args ...string) *specs.Hook {
+		return &specs.Hook{HookName: "createContainer", Path: path, Args: append([]string{"nvidia-cdi-hook"}, args...)}
+	}
+	kept, refused := s.confine(specs.ContainerEdits{
+		Env: []string{"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib64", "LD_PRELOAD=/tmp/evil.so"},
+		Mounts: []*specs.Mount{
+			{HostPath: filepath.Join(h.Root, "driver"+library), ContainerPath: library},
+			{HostPath: "/dev/null", ContainerPath: "/var/run/something"},
+			{HostPath: filepath.Join(h.Root, "etc/shadow"), ContainerPath: "/usr/lib64/libshadow.so"},
+			{HostPath: filepath.Join(h.Root, "driver"+library), ContainerPath: "/usr/lib64/../../etc/x"},
+		},
+		DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidiactl", HostPath: filepath.Join(h.Root, "driver/dev/nvidiactl")}},
+		Hooks: []*specs.Hook{
+			hook(s.paths.HookPath, "update-ldcache", "--folder", "/usr/lib64"),
+			hook("/usr/bin/nvidia-ctk", "hook", "update-ldcache"),
+			hook(s.paths.HookPath, "create-symlinks", "--link", "libcuda.so.1::/usr/lib64/libcuda.so", "--link",
+				"libcuda.so.1::/etc/ld.so.preload"),
+			hook(s.paths.HookPath, "create-symlinks", "--link", "x::/etc/cron.d/x"),
+		},
+		IntelRdt: &specs.IntelRdt{ClosID: "x"}, NetDevices: []*specs.LinuxNetDevice{{HostInterfaceName: "eth0", Name: "eth0"}},
+	})
+	want := specs.ContainerEdits{
+		Env:    []string{"NVIDIA_CTK_LIBCUDA_DIR=/usr/lib64"},
+		Mounts: []*specs.Mount{{HostPath: filepath.Join(h.Root, "driver"+library), ContainerPath: library}},
+		Hooks: []*specs.Hook{
+			hook(s.paths.HookPath, "update-ldcache", "--folder", "/usr/lib64"),
+			hook(s.paths.HookPath, "create-symlinks", "--link", "libcuda.so.1::/usr/lib64/libcuda.so"),
+		},
+	}
+	if diff := cmp.Diff(want, kept); diff != "" {
+		t.Error(diff)
+	}
+	var names []string
+	for _, p := range refused {
+		if names = append(names, p.Name); p.Kind != nvidia.FileRefused || p.Message == "" {
+			t.Errorf("%+v", p)
+		}
+	}
+	wantNames := []string{
+		"LD_PRELOAD", "/dev/null", filepath.Join(h.Root, "etc/shadow"), "/run/nvidia/driver" + library,
+		"/run/nvidia/driver/dev/nvidiactl", "/usr/bin/nvidia-ctk", "/etc/ld.so.preload", "/etc/cron.d/x", "intelRdt", "netDevices",
+	}
+	if diff := cmp.Diff(wantNames, names); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// The test expects that a node without files that CUDA does not need offers its GPUs and names the
+// files.
+func TestMissingFilesAreNamed(t *testing.T) {
+	h := nvidiatest.NewHost(t)
+	h.Node("driver/dev/nvidia-modeset")
+	h.File("driver/usr/bin/nvidia-smi", "no ELF")
+	h.Must(os.Chmod(filepath.Join(h.Root, "driver/usr/bin/nvidia-smi"), 0o700))
+	node, err := scannerOf(h, nvidiatest.NVML(nvidiatest.TwoCards()...)).scan(t.Context())
+	if err != nil || len(node.GPUs) != 2 || len(node.Problems) > 0 {
+		t.Fatal(err, node.GPUs, node.Problems)
+	}
+	var names []string
+	for _, p := range node.FileProblems {
+		if names = append(names, p.Name); p.Kind != nvidia.FileMissing || !strings.Contains(p.Message, "/run/nvidia/driver") {
+			t.Errorf("%+v", p)
+		}
+	}
+	want := []string{"libnvidia-ptxjitcompiler.so." + nvidiatest.Version, "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
+	if diff := cmp.Diff(want, names); diff != "" {
+		t.Error(diff)
 	}
 }
 

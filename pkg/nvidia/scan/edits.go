@@ -28,57 +28,82 @@ type edits = specs.ContainerEdits
 // container fail on cgroup v1 or an older driver. Package memorylimit sets the limits instead.
 const memoryLimitHook = "apply-cuda-memory-limits"
 
-// commonEdits returns the edits that every container with a GPU needs. nvcdi (of the NVIDIA
-// Container Toolkit) finds the driver's files.
-func (s scanner) commonEdits(d device.Driver) (edits, error) {
+// commonEdits returns the edits that every container with a GPU needs, and what containers lack.
+// nvcdi (of the NVIDIA Container Toolkit) finds the driver's files. It fails only without the
+// libraries and device nodes that every CUDA program needs.
+func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.FileProblem, error) {
 	generator, err := s.generator(pinned{Interface: s.lib, driver: d})
 	if err != nil {
-		return edits{}, fmt.Errorf("search the driver root: %w", err)
+		return edits{}, nil, fmt.Errorf("search the driver root: %w", err)
 	}
 	found, err := generator.GetCommonEdits()
 	if err != nil {
-		return edits{}, nvidia.NotReady("wait until the driver's installation is complete, "+
+		return edits{}, nil, nvidia.NotReady("wait until the driver's installation is complete, "+
 			"or check that its libraries and its kernel module are of one version",
 			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
 	withoutVoid(found.ContainerEdits)
-	if err := s.confine(*found.ContainerEdits); err != nil {
-		return edits{}, nvidia.NotReady("", "refusing the files of the driver root: %v", err)
+	confined, problems := s.confine(*found.ContainerEdits)
+	common := s.tidy(confined)
+	for _, library := range []string{"libcuda.so.", "libnvidia-ml.so."} {
+		if !hasFile(common, library+d.Version) {
+			return edits{}, nil, nvidia.NotReady(
+				"install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
+				"%s is not under %s: containers could not use CUDA%s", library+d.Version, s.paths.HostDriverRoot, because(problems, library))
+		}
 	}
-	common := s.tidy(*found.ContainerEdits)
-	if !hasLibrary(common, "libcuda.so."+d.Version) {
-		return edits{}, nvidia.NotReady("install the compute part of the driver (libcuda), or wait until the driver's installation is complete",
-			"libcuda.so.%s is not under %s: containers could not use CUDA", d.Version, s.paths.HostDriverRoot)
+	for _, name := range []string{"nvidiactl", "nvidia-uvm"} {
+		if !hasNode(common, "/dev/"+name) {
+			return edits{}, nil, nvidia.NotReady("remove it and run nvidia-modprobe -u -c=255 on the node",
+				"containers cannot have the device node /dev/%s%s", name, because(problems, name))
+		}
 	}
-	return common, nil
+	for _, name := range append([]string{"libnvidia-ptxjitcompiler.so." + d.Version}, expectedPrograms...) {
+		if !hasFile(common, name) && because(problems, name) == "" {
+			problems = append(problems, nvidia.FileProblem{Kind: nvidia.FileMissing, Name: name,
+				Message: "containers lack it, because it was not found under " + s.paths.HostDriverRoot + ": complete the driver's installation"})
+		}
+	}
+	return common, problems, nil
+}
+
+// expectedPrograms are the programs that every complete driver has and that containers use.
+var expectedPrograms = []string{"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
+
+// because returns why a file is missing, if an edit with its name was refused.
+func because(problems []nvidia.FileProblem, name string) string {
+	for _, p := range problems {
+		if strings.Contains(p.Name, name) {
+			return " (" + p.String() + ")"
+		}
+	}
+	return ""
 }
 
 // ownEdits returns the edits that a container needs for the GPU g: its device node, and its DRM
-// device nodes if it has any.
-func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, error) {
+// device nodes if it has any. It fails only without the GPU's own device node.
+func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, []nvidia.FileProblem, error) {
 	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle})
 	if err != nil {
-		return edits{}, fmt.Errorf("prepare the CDI description: %w", err)
+		return edits{}, nil, fmt.Errorf("prepare the CDI description: %w", err)
 	}
 	found, err := generator.GetDeviceSpecsByID(g.UUID)
 	if err != nil {
-		return edits{}, fmt.Errorf("describe the GPU for CDI: %w", err)
+		return edits{}, nil, fmt.Errorf("describe the GPU for CDI: %w", err)
 	}
 	if len(found) == 0 {
-		return edits{}, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
+		return edits{}, nil, fmt.Errorf("describe the GPU for CDI: nothing found for %s", g.UUID)
 	}
 	own, graphics := withoutGraphics(found[0].ContainerEdits), graphicsEdits(s.paths, g.PCIAddress)
 	own.DeviceNodes = append(own.DeviceNodes, graphics.DeviceNodes...)
 	own.Hooks = append(own.Hooks, graphics.Hooks...)
-	if err := s.confine(own); err != nil {
-		return edits{}, fmt.Errorf("refusing the GPU's files: %w", err)
+	confined, refused := s.confine(own)
+	own = s.tidy(confined)
+	name := fmt.Sprintf("/dev/nvidia%d", g.Minor)
+	if !hasNode(own, name) {
+		return edits{}, nil, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found%s", name, because(refused, name))
 	}
-	own = s.tidy(own)
-	want := fmt.Sprintf("/dev/nvidia%d", g.Minor)
-	if !slices.ContainsFunc(own.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == want }) {
-		return edits{}, fmt.Errorf("describe the GPU for CDI: %s is not among the device nodes found", want)
-	}
-	return own, nil
+	return own, refused, nil
 }
 
 func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
@@ -182,6 +207,10 @@ func (s scanner) withoutDevRoot(path string) string {
 	return path
 }
 
-func hasLibrary(e edits, name string) bool {
+func hasNode(e edits, path string) bool {
+	return slices.ContainsFunc(e.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == path })
+}
+
+func hasFile(e edits, name string) bool {
 	return slices.ContainsFunc(e.Mounts, func(m *specs.Mount) bool { return filepath.Base(m.ContainerPath) == name })
 }

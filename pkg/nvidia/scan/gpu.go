@@ -24,6 +24,8 @@ type gpuReading struct {
 	address  atomic.Pointer[device.PCIAddress]
 	progress wake.Signal
 	onOpen   func()
+	// refused are the edits that containers with the GPU do not get. It is set when the reading ends.
+	refused []nvidia.FileProblem
 }
 
 // answered is called after each NVML answer for the GPU. It restarts the time limit for reading
@@ -84,10 +86,11 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 		g.Firmware = firmware(handle)
 		r.answered()
 	}
-	own, err := s.ownEdits(handle, g, d)
+	own, refused, err := s.ownEdits(handle, g, d)
 	if err != nil {
 		return nil, err
 	}
+	r.refused = refused
 	return &nvidia.GPU{GPU: g, Edits: own, Binding: binding}, partial
 }
 

@@ -1,8 +1,10 @@
 package scan
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"slices"
 	"sort"
 	"time"
 
@@ -67,9 +69,11 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	}); err != nil {
 		return nvidia.Node{}, err
 	}
-	if node.Common, err = nvmlx.Bounded(ctx, s.limit, "collecting the driver's files", func() (edits, error) {
-		return s.commonEdits(node.Driver)
-	}); err != nil {
+	common, err := nvmlx.Bounded(ctx, s.limit, "collecting the driver's files", func() (nvidia.Node, error) {
+		common, problems, err := s.commonEdits(node.Driver)
+		return nvidia.Node{Common: common, FileProblems: problems}, err
+	})
+	if err != nil {
 		return nvidia.Node{}, err
 	}
 	count, err := nvmlx.Bounded(ctx, s.limit, "counting the GPUs", func() (int, error) {
@@ -79,7 +83,9 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	if err != nil {
 		return nvidia.Node{}, fmt.Errorf("count the GPUs: %w", err)
 	}
-	node.GPUs, node.Problems = s.gpus(ctx, count, node.Driver)
+	node.GPUs, node.Problems, node.FileProblems = s.gpus(ctx, count, node.Driver)
+	node.Common, node.FileProblems = common.Common, append(node.FileProblems, common.FileProblems...)
+	slices.SortFunc(node.FileProblems, func(a, b nvidia.FileProblem) int { return cmp.Compare(a.String(), b.String()) })
 	return node, nil
 }
 
@@ -112,14 +118,14 @@ func (s scanner) driver() (device.Driver, error) {
 }
 
 // gpus reads every GPU on its own goroutine, so that a hung GPU does not block the others.
-func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia.GPU, []nvidia.Problem) {
+func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia.GPU, []nvidia.Problem, []nvidia.FileProblem) {
 	type result struct {
 		gpu     *nvidia.GPU
 		address device.PCIAddress
 		err     error
 	}
 	results, opens := make(chan result, count), nvmlx.NewPendingOpens()
-	readings := make([]*gpuReading, count)
+	readings, refused := make([]*gpuReading, count), make([][]nvidia.FileProblem, count)
 	for i := range readings { // add all cards before the first limit starts
 		readings[i] = &gpuReading{progress: wake.New(), onOpen: opens.Add()}
 	}
@@ -128,6 +134,9 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia
 			defer r.onOpen()
 			what := fmt.Sprintf("NVML for the GPU with index %d", i)
 			gpu, err := nvmlx.BoundedWhile(ctx, s.limit, r.progress, opens, what, func() (*nvidia.GPU, error) { return s.gpu(i, d, r) })
+			if gpu != nil { // the goroutine of the call has ended
+				refused[i] = r.refused
+			}
 			results <- result{gpu, r.known(), err}
 		}()
 	}
@@ -150,5 +159,5 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia
 	gpus, problems = distinct(gpus, problems)
 	problems = explain(s.paths.Sysfs, listed, problems)
 	sort.Slice(problems, func(i, j int) bool { return problems[i].String() < problems[j].String() })
-	return gpus, problems
+	return gpus, problems, slices.Concat(refused...)
 }

@@ -185,7 +185,7 @@ func TestScanFollowsDriverUpgrade(t *testing.T) {
 		t.Error("the fingerprint ignores the new driver")
 	}
 	second := mustScan(s)
-	if second.Driver.Version != "590.48.01" || second.Driver.CUDAVersion != "13.1" || !hasLibrary(second.Common, "libcuda.so.590.48.01") {
+	if second.Driver.Version != "590.48.01" || second.Driver.CUDAVersion != "13.1" || !hasFile(second.Common, "libcuda.so.590.48.01") {
 		t.Errorf("%v, %v", second.Driver, second.Common.Mounts)
 	}
 	for i := range first.GPUs {
