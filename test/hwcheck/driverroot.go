@@ -28,6 +28,7 @@ var usualRoots = []string{"/", "/run/nvidia/driver", "/usr/local/nvidia", "/home
 func libraryFolders() []string {
 	triplet := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu"}[runtime.GOARCH]
 	return []string{
+		"opt/nvidia/current/usr/lib64", "run/opengl-driver/lib", "usr/lib/nvidia/tesla",
 		"usr/lib/" + triplet + "/nvidia/current", "usr/lib/" + triplet, "usr/local/nvidia/lib64", "usr/local/nvidia/lib", "lib/" + triplet,
 		"opt/nvidia/lib64", "usr/lib/nvidia", "usr/local/lib", "usr/lib64", "usr/lib", "lib64", "lib",
 	}

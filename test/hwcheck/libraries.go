@@ -27,7 +27,7 @@ const (
 // programFolders the folders below a driver root in which they may be.
 var (
 	driverPrograms = []string{nvidiaSMI, "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
-	programFolders = []string{"usr/bin", "bin", "usr/local/nvidia/bin", "opt/bin", "usr/sbin"}
+	programFolders = []string{"usr/bin", "bin", "usr/local/nvidia/bin", "usr/local/bin", "opt/bin", "usr/sbin"}
 )
 
 // checkLibraries adds to the report whether this machine's C library suffices for the driver's

@@ -16,6 +16,9 @@ import (
 	"strings"
 
 	securejoin "github.com/cyphar/filepath-securejoin"
+	"golang.org/x/sys/unix"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/thread"
 )
 
 // LibraryDirs returns the directories below a driver root where distributions, driver containers
@@ -38,52 +41,45 @@ func customaryDirs() []string {
 }
 
 // unusualDirs are library directories that the container toolkit searches only if its configuration
-// names them.
+// names them. Those of Bottlerocket, Flatcar and NixOS come last.
 var unusualDirs = []string{
 	"usr/local/nvidia/lib64", "usr/local/nvidia/lib", "usr/lib/nvidia", "usr/lib", "lib", "usr/local/lib", "opt/nvidia/lib64",
+	"usr/lib/nvidia/tesla", "opt/nvidia/current/usr/lib64", "run/opengl-driver/lib",
 }
 
 // programDirs are the directories of the driver's programs, in the order in which Find tries them.
 var programDirs = []string{
 	"usr/bin", "bin", "usr/lib/nvidia/current", "usr/local/nvidia/bin", "usr/local/bin", "opt/nvidia/bin", "opt/bin", "usr/sbin", "sbin",
+	"usr/libexec/nvidia/tesla/bin", "run/current-system/sw/bin",
 }
 
-// Unusual reports whether the container toolkit finds the library at libraryPath only if its
-// configuration names the directory.
-func Unusual(root, libraryPath string) bool {
-	return slices.ContainsFunc(unusualDirs, func(dir string) bool { return filepath.Dir(libraryPath) == filepath.Join(root, dir) })
+// SearchDirs returns the directories below root in which the container toolkit should search the
+// libraries of the driver whose NVML is at libraryPath. It returns nothing if those that the
+// toolkit searches by default suffice.
+func SearchDirs(root, libraryPath string) []string {
+	dir, err := filepath.Rel(root, filepath.Dir(libraryPath))
+	if err != nil || !filepath.IsLocal(dir) || slices.Contains(customaryDirs(), dir) {
+		return nil
+	}
+	return append([]string{dir}, customaryDirs()...)
 }
 
 // NVML is the library whose directory has the driver's libraries.
 const NVML = "libnvidia-ml.so.1"
 
-// Library returns the path of NVML below root. It does not use the dynamic linker, which would
-// search below this process's root.
+// Library returns the path of NVML below root, without a symlink. It does not use the dynamic
+// linker, which would search below this process's root. A device or pipe would block the reader.
 func Library(root string) (path string, ok bool) {
 	for _, dir := range LibraryDirs() {
-		if path := filepath.Join(root, dir, NVML); isOwnFile(root, path) {
+		if path, err := Resolve(root, filepath.Join(dir, NVML)); err == nil && isRegular(path) {
 			return path, true
 		}
 	}
 	return "", false
 }
 
-// isOwnFile reports whether path is a regular file in the driver root after following all symlinks.
-// A symlink out of the driver root would lead to a file of this process's system. A device or pipe
-// would block the reader.
-func isOwnFile(root, path string) bool {
-	leads, err := filepath.EvalSymlinks(path)
-	if err != nil {
-		return false
-	}
-	root, err = filepath.EvalSymlinks(root)
-	if err != nil {
-		return false
-	}
-	if rest, err := filepath.Rel(root, leads); err != nil || !filepath.IsLocal(rest) {
-		return false
-	}
-	info, err := os.Lstat(leads)
+func isRegular(path string) bool {
+	info, err := os.Lstat(path)
 	return err == nil && info.Mode().IsRegular()
 }
 
@@ -130,7 +126,12 @@ func Find(root, name string) (Program, error) {
 		if err != nil {
 			continue
 		}
-		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
+		// The programs of NixOS need a dynamic linker that only its store has. It keeps the unchanged
+		// ones next to them, for containers.
+		if original := filepath.Join(filepath.Dir(filepath.Dir(path)), "origBin", name); isRegular(original) {
+			path = original
+		}
+		if info, err := os.Lstat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
 			return Program{Path: path, LibraryDir: filepath.Dir(library)}, nil
 		}
 	}
@@ -148,6 +149,29 @@ func (p Program) Environment() []string {
 		return []string{"LD_LIBRARY_PATH=" + p.LibraryDir}
 	}
 	return []string{"LD_PRELOAD=" + filepath.Join(p.LibraryDir, NVML)}
+}
+
+// Inside calls f on a thread whose root directory is root, for code that follows symlinks by
+// itself. See [Resolve] for a single file. It fails without calling f if this process may not
+// change the root directory of its thread. f must do its work on the calling goroutine.
+func Inside(root string, f func()) error {
+	if root == "/" {
+		f()
+		return nil
+	}
+	var err error
+	thread.OnSpare(func() {
+		if err = unix.Unshare(unix.CLONE_FS); err != nil {
+			return
+		}
+		if err = unix.Chroot(root); err != nil {
+			return
+		}
+		if err = unix.Chdir("/"); err == nil {
+			f()
+		}
+	})
+	return err
 }
 
 // Resolve follows the symlinks of path as if root were the root directory. Otherwise an absolute

@@ -66,6 +66,21 @@ func TestFindLocatesProgram(t *testing.T) {
 			t.link("/usr/lib/nvidia/current/nvidia-smi", "etc/alternatives/nvidia--nvidia-smi")
 			t.file("usr/lib64/"+NVML, 0o644)
 		}, "usr/lib/nvidia/current/nvidia-smi", "usr/lib64"},
+		"alternatives of the library, too": {func(t tree) {
+			t.file("usr/lib/nvidia/tesla-535/nvidia-smi", 0o755)
+			t.link("/etc/alternatives/nvidia--nvidia-smi", "usr/bin/nvidia-smi")
+			t.link("/usr/lib/nvidia/tesla-535/nvidia-smi", "etc/alternatives/nvidia--nvidia-smi")
+			t.file("usr/lib64/nvidia/tesla-535/libnvidia-ml.so.535.1", 0o644)
+			t.link("/etc/alternatives/nvidia--"+NVML, "usr/lib64/"+NVML)
+			t.link("/usr/lib64/nvidia/tesla-535/libnvidia-ml.so.535.1", "etc/alternatives/nvidia--"+NVML)
+		}, "usr/lib/nvidia/tesla-535/nvidia-smi", "usr/lib64/nvidia/tesla-535"},
+		"a store with a program for containers": {func(t tree) {
+			t.file("nix/store/a/bin/nvidia-smi", 0o755)
+			t.file("nix/store/a/origBin/nvidia-smi", 0o755)
+			t.link("/nix/store/a/bin", "run/current-system/sw/bin")
+			t.file("nix/store/b/lib/"+NVML, 0o644)
+			t.link("/nix/store/b", "run/opengl-driver")
+		}, "nix/store/a/origBin/nvidia-smi", "nix/store/b/lib"},
 		"a merged /usr": {func(t tree) {
 			t.link("usr/bin", "bin")
 			t.link("../../usr/../opt/nvidia/smi", "usr/bin/nvidia-smi")
@@ -106,6 +121,35 @@ func TestFindNamesMissingFile(t *testing.T) {
 	d.link("nvidia-smi", "bin/nvidia-smi") // to itself
 	if _, err := Find(d.root, "nvidia-smi"); !errors.Is(err, fs.ErrNotExist) {
 		t.Error(err)
+	}
+}
+
+// Code that follows symlinks by itself, such as NVIDIA's, must not find files of this process's
+// root.
+func TestInsideTheRootAbsoluteLinksStayInIt(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: another root directory")
+	}
+	d := newTree(t)
+	d.file("etc/alternatives/tool", 0o644)
+	d.link("/etc/alternatives/tool", "usr/bin/tool")
+	d.link("/proc/self", "usr/bin/out")
+	var found string
+	var err, outErr error
+	if err := Inside(d.root, func() {
+		found, err = filepath.EvalSymlinks("/usr/bin/tool")
+		_, outErr = os.Stat("/usr/bin/out")
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if found != "/etc/alternatives/tool" || err != nil || !errors.Is(outErr, fs.ErrNotExist) {
+		t.Errorf("found %q (%v), and a file of this system: %v", found, err, outErr)
+	}
+	if _, err := os.Stat(d.root); err != nil {
+		t.Errorf("this process has another root: %v", err)
+	}
+	if err := Inside(filepath.Join(d.root, "nowhere"), func() { t.Error("called without the root") }); err == nil {
+		t.Error("no error without the root")
 	}
 }
 

@@ -46,14 +46,14 @@ var hostile = map[string]struct {
 	"a program that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link(filepath.Join(h.Root, secret), "driver/usr/bin/nvidia-smi")
 		h.Must(os.Chmod(filepath.Join(h.Root, secret), 0o755))
-	}, "leads to no file within the driver root", false},
+	}, `"nvidia-smi"`, false},
 	"a configuration that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link("../../../../"+secret, "driver/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
 		h.Link(filepath.Join(h.Root, secret), "driver/etc/vulkan/icd.d/nvidia_icd.json")
-	}, "leads to no file within the driver root", false},
+	}, "", false},
 	"firmware that is a symlink out": {func(h nvidiatest.Host) {
 		h.Link(filepath.Join(h.Root, secret), "driver/lib/firmware/nvidia/"+nvidiatest.Version+"/gsp_ga10x.bin")
-	}, "leads to no file within the driver root", false},
+	}, "", false},
 	"a library that is a pipe": {func(h nvidiatest.Host) {
 		h.Pipe("driver/usr/lib64/libnvidia-ptxjitcompiler.so." + nvidiatest.Version)
 		// The scan's child process hangs when it opens the pipe, so the parent kills it.
@@ -68,7 +68,7 @@ var hostile = map[string]struct {
 	"a library directory that is a symlink out": {func(h nvidiatest.Host) {
 		h.Must(os.Rename(filepath.Join(h.Root, "driver/usr/lib64"), filepath.Join(h.Root, "etc/lib64")))
 		h.Link(filepath.Join(h.Root, "etc/lib64"), "driver/usr/lib64")
-	}, "libcuda.so." + nvidiatest.Version + " is not under", true},
+	}, "are not complete under", true},
 	"a GPU's device node that is a symlink": {func(h nvidiatest.Host) {
 		h.Remove("driver/dev/nvidia0")
 		h.Link(filepath.Join(h.Root, "driver/dev/nvidia1"), "driver/dev/nvidia0")

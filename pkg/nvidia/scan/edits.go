@@ -4,10 +4,13 @@ import (
 	"cmp"
 	"fmt"
 	"io"
+	"io/fs"
+	"os"
 	"path/filepath"
 	"slices"
 	"sort"
 	"strings"
+	"syscall"
 
 	nvlib "github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -32,18 +35,21 @@ const memoryLimitHook = "apply-cuda-memory-limits"
 // nvcdi (of the NVIDIA Container Toolkit) finds the driver's files. It fails only without the
 // libraries and device nodes that every CUDA program needs.
 func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.FileProblem, error) {
-	generator, err := s.generator(pinned{Interface: s.lib, driver: d})
-	if err != nil {
-		return edits{}, nil, fmt.Errorf("search the driver root: %w", err)
-	}
-	found, err := generator.GetCommonEdits()
+	var found edits
+	var err error
+	s.inDriverRoot(func(root string) { found, err = s.search(d, root) })
 	if err != nil {
 		return edits{}, nil, nvidia.NotReady("wait until the driver's installation is complete, "+
 			"or check that its libraries and its kernel module are of one version",
 			"the libraries of driver %s are not complete under %s (%v)", d.Version, s.paths.HostDriverRoot, err)
 	}
-	withoutVoid(found.ContainerEdits)
-	confined, problems := s.confine(*found.ContainerEdits)
+	found.DeviceNodes, found.AdditionalGIDs = s.controlNodes()
+	for _, name := range expectedPrograms {
+		if program, err := s.paths.Program(name); err == nil && !hasFile(found, name) {
+			found.Mounts = append(found.Mounts, &specs.Mount{HostPath: program.Path, ContainerPath: "/usr/bin/" + name, Options: readOnly})
+		}
+	}
+	confined, problems := s.confine(found)
 	common := s.tidy(confined)
 	for _, library := range []string{"libcuda.so.", "libnvidia-ml.so."} {
 		if !hasFile(common, library+d.Version) {
@@ -67,6 +73,60 @@ func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.FileProblem, erro
 	return common, problems, nil
 }
 
+// inDriverRoot calls f with the path at which f finds the driver root. That is / where possible, on
+// a thread with that root directory: nvcdi would follow an absolute symlink in this process's root.
+// DriverDirs have the same path for this process and the host, so a symlink may lead to them only
+// from this process's root.
+func (s scanner) inDriverRoot(f func(root string)) {
+	if len(s.paths.DriverDirs) == 0 && driverroot.Inside(s.paths.DriverRoot, func() { f("/") }) == nil {
+		return
+	}
+	f(s.paths.DriverRoot)
+}
+
+// search returns what nvcdi finds in the driver root, with sources of mounts as this process sees
+// them.
+func (s scanner) search(d device.Driver, root string) (edits, error) {
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d}, root)
+	if err != nil {
+		return edits{}, err
+	}
+	found, err := generator.GetCommonEdits()
+	if err != nil {
+		return edits{}, err
+	}
+	withoutVoid(found.ContainerEdits)
+	if root == "/" {
+		for _, m := range found.Mounts {
+			m.HostPath = filepath.Join(s.paths.DriverRoot, m.HostPath)
+		}
+	}
+	return *found.ContainerEdits, nil
+}
+
+// controlNodes returns the device nodes that every container with a GPU gets, and the groups
+// without which a user of a container could not open them.
+func (s scanner) controlNodes() (nodes []*specs.DeviceNode, groups []uint32) {
+	for _, name := range []string{"nvidia-modeset", "nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"} {
+		n := &specs.DeviceNode{Path: filepath.Join(s.paths.DeviceRoot(), "dev", name)}
+		info, err := os.Lstat(n.Path)
+		if err != nil || info.Mode()&fs.ModeCharDevice == 0 {
+			continue // checkControlNodes has found those that CUDA needs
+		}
+		if stat, ok := info.Sys().(*syscall.Stat_t); ok && stat.Gid != 0 {
+			n.GID = &stat.Gid
+			if info.Mode().Perm()&0o006 != 0o006 && !slices.Contains(groups, stat.Gid) {
+				groups = append(groups, stat.Gid)
+			}
+		}
+		nodes = append(nodes, n)
+	}
+	return nodes, groups
+}
+
+// readOnly are the options with which nvcdi mounts a file.
+var readOnly = []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}
+
 // expectedPrograms are the programs that every complete driver has and that containers use.
 var expectedPrograms = []string{"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
 
@@ -83,7 +143,7 @@ func because(problems []nvidia.FileProblem, name string) string {
 // ownEdits returns the edits that a container needs for the GPU g: its device node, and its DRM
 // device nodes if it has any. It fails only without the GPU's own device node.
 func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, []nvidia.FileProblem, error) {
-	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle})
+	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle}, s.paths.DriverRoot)
 	if err != nil {
 		return edits{}, nil, fmt.Errorf("prepare the CDI description: %w", err)
 	}
@@ -106,14 +166,15 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 	return own, refused, nil
 }
 
-func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
+// generator returns nvcdi for the driver root at root.
+func (s scanner) generator(library pinned, root string) (nvcdi.Interface, error) {
 	quiet := logrus.New() // nvcdi would log some forty lines about optional files
 	quiet.SetOutput(io.Discard)
 	options := []nvcdi.Option{
 		nvcdi.WithMode(nvcdi.ModeNvml),
 		nvcdi.WithNvmlLib(library),
 		nvcdi.WithDeviceLib(nvlib.New(library)),
-		nvcdi.WithDriverRoot(s.paths.DriverRoot),
+		nvcdi.WithDriverRoot(root),
 		nvcdi.WithDevRoot(s.paths.DeviceRoot()),
 		nvcdi.WithNVIDIACDIHookPath(s.paths.HookPath),
 		nvcdi.WithLdconfigPath(s.paths.LdconfigPath),
@@ -126,8 +187,11 @@ func (s scanner) generator(library pinned) (nvcdi.Interface, error) {
 		),
 		nvcdi.WithLogger(quiet),
 	}
-	if driverroot.Unusual(s.paths.DriverRoot, s.path) {
-		options = append(options, nvcdi.WithLibrarySearchPaths([]string{filepath.Dir(s.path)}))
+	if dirs := driverroot.SearchDirs(s.paths.DriverRoot, s.path); len(dirs) > 0 {
+		for i := range dirs {
+			dirs[i] = filepath.Join(root, dirs[i])
+		}
+		options = append(options, nvcdi.WithLibrarySearchPaths(dirs))
 	}
 	return nvcdi.New(options...)
 }

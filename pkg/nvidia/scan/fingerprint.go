@@ -36,13 +36,16 @@ func Fingerprint(p nvidia.Paths) string {
 		fmt.Fprintln(h, modules)
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
+	if library, ok := driverroot.Library(p.DriverRoot); ok {
+		digestDir(h, filepath.Dir(library), "libcuda", "libnvidia")
+	}
 	for _, dir := range driverroot.LibraryDirs() {
 		dir := filepath.Join(p.DriverRoot, dir)
 		if hostfile.Exists(filepath.Join(dir, driverroot.NVML)) {
 			digestDir(h, dir, "libcuda", "libnvidia")
 		}
 	}
-	for _, dir := range []string{"usr/bin", "bin"} {
+	for _, dir := range []string{"usr/bin", "bin", "usr/local/bin", "opt/bin", "etc/alternatives"} {
 		digestDir(h, filepath.Join(p.DriverRoot, dir), "nvidia-")
 	}
 	// CDI edits name the firmware files of each version but do not depend on their content.
@@ -80,8 +83,8 @@ func instancesDigest(proc string) []byte {
 }
 
 // digestDir adds name, kind, size and time of the entries of dir that start with one of the
-// prefixes. For a device node it adds the device number instead of the time, because the time
-// changes with use.
+// prefixes, and the target of a symlink, which may lead nowhere in this process's root. For a
+// device node it adds the device number instead of the time, because the time changes with use.
 func digestDir(h io.Writer, dir string, prefixes ...string) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -91,6 +94,10 @@ func digestDir(h io.Writer, dir string, prefixes ...string) {
 	for _, e := range entries {
 		if !slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(e.Name(), p) }) {
 			continue
+		}
+		if e.Type()&fs.ModeSymlink != 0 {
+			target, _ := os.Readlink(filepath.Join(dir, e.Name()))
+			fmt.Fprintln(h, target)
 		}
 		info, err := os.Stat(filepath.Join(dir, e.Name()))
 		if err != nil {

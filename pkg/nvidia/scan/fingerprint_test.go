@@ -42,9 +42,12 @@ func TestFingerprintChangesWithScanInputs(t *testing.T) {
 		"a library is replaced":             func(h nvidiatest.Host) { h.File("driver/usr/lib64/libcuda.so."+nvidiatest.Version, "another") },
 		"another directory has the library": func(h nvidiatest.Host) { h.File("driver/usr/lib/libnvidia-ml.so.1", "") },
 		"nvidia-smi appears":                func(h nvidiatest.Host) { h.File("driver/usr/bin/nvidia-smi", "") },
-		"firmware appears":                  func(h nvidiatest.Host) { h.File("driver/lib/firmware/nvidia/"+nvidiatest.Version+"/gsp.bin", "") },
-		"the module is unloaded":            func(h nvidiatest.Host) { h.Remove("proc/driver") },
-		"the module is of another version":  func(h nvidiatest.Host) { h.File("proc/driver/nvidia/version", "590.1") },
+		"an alternative leads elsewhere": func(h nvidiatest.Host) {
+			h.Link("/usr/lib/nvidia/current/nvidia-smi", "driver/etc/alternatives/nvidia--nvidia-smi")
+		},
+		"firmware appears":                 func(h nvidiatest.Host) { h.File("driver/lib/firmware/nvidia/"+nvidiatest.Version+"/gsp.bin", "") },
+		"the module is unloaded":           func(h nvidiatest.Host) { h.Remove("proc/driver") },
+		"the module is of another version": func(h nvidiatest.Host) { h.File("proc/driver/nvidia/version", "590.1") },
 		"the same driver is reloaded between two calls": func(h nvidiatest.Host) {
 			h.Remove("proc/driver")
 			h.File("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  "+nvidiatest.Version+"\n")

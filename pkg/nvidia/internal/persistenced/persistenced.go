@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/hostfile"
 )
 
@@ -33,7 +34,11 @@ type Daemon struct{ socket string }
 
 // In returns the daemon of the driver root, as this process sees it.
 func In(driverRoot string) Daemon {
-	return Daemon{filepath.Join(driverRoot, "run/nvidia-persistenced/socket")}
+	const socket = "run/nvidia-persistenced/socket"
+	if found, err := driverroot.Resolve(driverRoot, socket); err == nil {
+		return Daemon{found}
+	}
+	return Daemon{filepath.Join(driverRoot, socket)}
 }
 
 // HasSocket reports whether the daemon's socket exists.
