@@ -71,7 +71,18 @@ func (o claimObserver) Unprepared(uid types.UID) {
 type nodeEdits struct {
 	cdi.Mapper
 	*metadata.Files
-	cfg *config.Config
+	cfg         *config.Config
+	requestScan func()
+}
+
+// Verify implements [prepare.Edits]. If a file is missing it requests a scan, because the
+// fingerprint does not cover every file. The scan drops the file, unless CUDA needs it.
+func (e nodeEdits) Verify(edits specs.ContainerEdits) error {
+	err := e.Mapper.Verify(edits)
+	if err != nil {
+		e.requestScan()
+	}
+	return err
 }
 
 func (e nodeEdits) MIG(parent specs.ContainerEdits, in device.Instance, c device.ComputeInstance) specs.ContainerEdits {

@@ -1,10 +1,14 @@
 package driver
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/health"
@@ -70,6 +74,33 @@ func TestMissingFileKeepsGPUsOffered(t *testing.T) {
 	if n.metric(t, "gpu_dra_inventory_problems kind=gpu") || !n.driver.node.View().Preparable.Ready || len(published(t, n.client)) != 2 {
 		t.Error("the missing file costs more than itself")
 	}
+}
+
+// The fingerprint does not cover every file that containers get, such as an ICD file. One that an
+// admin removed costs containers that file, and no claim.
+func TestRemovedFileCostsOnlyItself(t *testing.T) {
+	t.Parallel()
+	n := newHealthNode(t)
+	file := filepath.Join(t.TempDir(), "nvidia_icd.json")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n.setHardware("one driver", func() (nvidia.Node, error) {
+		all, err := twoGPUs()
+		if _, statErr := os.Stat(file); statErr == nil {
+			all.Common.Mounts = []*specs.Mount{{HostPath: file, ContainerPath: "/etc/vulkan/icd.d/nvidia_icd.json"}}
+		}
+		return all, err
+	})
+	n.run(t)
+	n.register(t)
+	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
+	eventually(t, "containers get the file", func() bool { return len(n.driver.inv.Snapshot().Node.Common.Mounts) == 1 })
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	claim := n.claim(t, "late", firstGPU)
+	eventually(t, "the kubelet's next call prepares it", func() bool { return n.prepare(t, claim).GetError() == "" })
 }
 
 func justOneGPU() (nvidia.Node, error) {

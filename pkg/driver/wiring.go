@@ -149,7 +149,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Partitions: parts.Partitions, Binder: parts.Binder,
 		},
 		Pool: cfg.NodeName, Locks: state.locks, Claims: claimReader{calls, parts.Client},
-		Edits: nodeEdits{visiblePath(cfg), described, cfg}, Admit: admitted.Admit,
+		Edits: nodeEdits{visiblePath(cfg), described, cfg, inv.RequestScan}, Admit: admitted.Admit,
 		Observer: claimObserver{calls, status, toAdmins}, Rescan: inv.Rescan,
 		MPSDisabled: !cfg.MPS, Metadata: cfg.DeviceMetadata, ConflictWait: conflictWait, Stopping: ctx.Done(),
 	})

@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+	"tags.cncf.io/container-device-interface/pkg/cdi"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
@@ -64,6 +65,11 @@ func (s scanner) confine(e edits) (edits, []nvidia.FileProblem) {
 	for _, h := range e.Hooks {
 		if h.Path != s.paths.HookPath {
 			refuse(h.Path, "it is not this driver's hook %s", s.paths.HookPath)
+			continue
+		}
+		// Otherwise the runtime would refuse the whole spec.
+		if err := (&cdi.ContainerEdits{ContainerEdits: &edits{Hooks: []*specs.Hook{h}}}).Validate(); err != nil {
+			refuse(h.HookName, "%v", err)
 			continue
 		}
 		hook := *h

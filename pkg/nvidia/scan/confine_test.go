@@ -191,6 +191,7 @@ func TestRefusedEditCostsOnlyItself(t *testing.T) {
 			hook(s.paths.HookPath, "create-symlinks", "--link", "libcuda.so.1::/usr/lib64/libcuda.so", "--link",
 				"libcuda.so.1::/etc/ld.so.preload"),
 			hook(s.paths.HookPath, "create-symlinks", "--link", "x::/etc/cron.d/x"),
+			{HookName: "afterStart", Path: s.paths.HookPath, Args: []string{"nvidia-cdi-hook", "something"}},
 		},
 		IntelRdt: &specs.IntelRdt{ClosID: "x"}, NetDevices: []*specs.LinuxNetDevice{{HostInterfaceName: "eth0", Name: "eth0"}},
 	})
@@ -213,7 +214,7 @@ func TestRefusedEditCostsOnlyItself(t *testing.T) {
 	}
 	wantNames := []string{
 		"LD_PRELOAD", "/dev/null", filepath.Join(h.Root, "etc/shadow"), "/run/nvidia/driver" + library,
-		"/run/nvidia/driver/dev/nvidiactl", "/usr/bin/nvidia-ctk", "/etc/ld.so.preload", "/etc/cron.d/x", "intelRdt", "netDevices",
+		"/run/nvidia/driver/dev/nvidiactl", "/usr/bin/nvidia-ctk", "/etc/ld.so.preload", "/etc/cron.d/x", "afterStart", "intelRdt", "netDevices",
 	}
 	if diff := cmp.Diff(wantNames, names); diff != "" {
 		t.Error(diff)
