@@ -20,8 +20,9 @@ import (
 // NVIDIADriver is the name of NVIDIA's kernel driver in sysfs.
 const NVIDIADriver = "nvidia"
 
-// GPUs lists NVIDIA's display controllers on the PCI bus: the functions with vendor 10de and class
-// 03xxxx. NVSwitches (0680xx) and audio functions do not match.
+// GPUs lists NVIDIA's GPUs on the PCI bus: the functions with vendor 10de that have class 03xxxx
+// (display controller) or NVIDIA's kernel driver, whatever their class. NVSwitches (0680xx) have
+// another driver, and audio functions, too.
 func GPUs(sysfs string) ([]device.PCIAddress, error) {
 	dir := filepath.Join(sysfs, "bus", "pci", "devices")
 	entries, err := os.ReadDir(dir)
@@ -31,8 +32,11 @@ func GPUs(sysfs string) ([]device.PCIAddress, error) {
 	var gpus []device.PCIAddress
 	for _, e := range entries {
 		address, err := device.ParsePCIAddress(e.Name())
-		if err == nil && hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "vendor")) == "0x10de" &&
-			strings.HasPrefix(hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "class")), "0x03") {
+		if err != nil || hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "vendor")) != "0x10de" {
+			continue
+		}
+		class := hostfile.ReadTrimmed(filepath.Join(dir, e.Name(), "class"))
+		if strings.HasPrefix(class, "0x03") || Driver(sysfs, address) == NVIDIADriver {
 			gpus = append(gpus, address)
 		}
 	}
