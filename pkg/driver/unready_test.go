@@ -67,7 +67,7 @@ func TestMissingFileKeepsGPUsOffered(t *testing.T) {
 	eventually(t, "both are published", func() bool { return len(published(t, n.client)) == 2 })
 	n.setHardware("incomplete", func() (nvidia.Node, error) {
 		all, err := twoGPUs()
-		all.FileProblems = []nvidia.FileProblem{{Kind: nvidia.FileMissing, Name: "nvidia-smi", Message: "it was not found"}}
+		all.Omissions = []nvidia.Omission{{Kind: nvidia.MissingFile, Name: "nvidia-smi", Message: "it was not found"}}
 		return all, err
 	})
 	eventually(t, "the problem is counted", func() bool { return n.metric(t, "gpu_dra_inventory_problems kind=missing-file") })

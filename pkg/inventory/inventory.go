@@ -347,9 +347,9 @@ func logChange(log klog.Logger, last, s Snapshot) {
 			log.Info("GPU is not offered, or only in part", "gpu", p.PCIAddress, "reason", p.Message)
 		}
 	}
-	for _, p := range s.Node.FileProblems {
-		if !slices.Contains(last.Node.FileProblems, p) {
-			log.Info("Containers on this node lack a part of the driver", "kind", p.Kind, "name", p.Name, "reason", p.Message)
+	for _, p := range s.Node.Omissions {
+		if !slices.Contains(last.Node.Omissions, p) {
+			log.Info("Left something out; the GPUs are offered", "kind", p.Kind, "name", p.Name, "reason", p.Message)
 		}
 	}
 }

@@ -65,7 +65,7 @@ func New(version string) *Metrics {
 		devices:       auto.gauges("inventory_devices", "Devices that this node offers, by type.", "type"),
 		ready:         auto.gauges("inventory_ready", "1 while the node prepares claims, else 0. Absent on a node without a GPU."),
 		problems: auto.gauges("inventory_problems",
-			"Problems that the last scan found, by kind: gpu, missing-file, refused-edit. Absent on a node without a GPU.", "kind"),
+			"Problems that the last scan found, by kind: gpu, missing-file, refused-edit, unknown-profile. Absent on a node without a GPU.", "kind"),
 		publisher:    auto.gauge("publisher", "1 in the one instance per node that publishes ResourceSlices, else 0."),
 		devicePlugin: auto.gauge("device_plugin", "1 while NVIDIA's device plugin offers GPUs of the same node, else 0."),
 		slowScheduler: auto.gauge("slow_scheduler",

@@ -20,9 +20,9 @@ type Node struct {
 	Common specs.ContainerEdits `json:"common"`
 	// Problems say why GPUs are left out or can be offered only as a whole, sorted by PCI address.
 	Problems []Problem `json:"problems,omitempty"`
-	// FileProblems say what containers on this node lack, although its GPUs can be offered. They are
+	// Omissions say what containers lack, or what is not offered, although the GPUs are. They are
 	// sorted by name.
-	FileProblems []FileProblem `json:"fileProblems,omitempty"`
+	Omissions []Omission `json:"omissions,omitempty"`
 	// Passthrough are the GPUs on the PCI bus that NVML does not list, as sysfs describes them.
 	Passthrough []device.GPU `json:"passthrough,omitempty"`
 }
@@ -72,18 +72,20 @@ func (p Problem) String() string {
 	return string(p.PCIAddress) + ": " + p.Message
 }
 
-// The kinds of a [FileProblem].
+// The kinds of [Omission].
 const (
-	// FileMissing is a file that the driver usually has.
-	FileMissing = "missing-file"
-	// FileRefused is an edit of containers that could expose the host, or that this driver does not
+	// MissingFile is a file that the driver usually has.
+	MissingFile = "missing-file"
+	// RefusedEdit is an edit of containers that could expose the host, or that this driver does not
 	// know.
-	FileRefused = "refused-edit"
+	RefusedEdit = "refused-edit"
+	// UnknownProfile is a MIG profile whose form this driver does not know.
+	UnknownProfile = "unknown-profile"
 )
 
-// FileProblem says that containers lack a file or another edit. Name is the file's name or path, or
-// the name of what was refused.
-type FileProblem struct {
+// Omission is a part that the scan left out. Name is a file's name or path, or what else was left
+// out.
+type Omission struct {
 	Kind    string `json:"kind"`
 	Name    string `json:"name"`
 	Message string `json:"message"`
@@ -91,14 +93,14 @@ type FileProblem struct {
 
 // ProblemCounts returns how many problems of each kind the node has. The kind of [Problem] is gpu.
 func (n Node) ProblemCounts() map[string]int {
-	counts := map[string]int{"gpu": len(n.Problems), FileMissing: 0, FileRefused: 0}
-	for _, p := range n.FileProblems {
+	counts := map[string]int{"gpu": len(n.Problems), MissingFile: 0, RefusedEdit: 0, UnknownProfile: 0}
+	for _, p := range n.Omissions {
 		counts[p.Kind]++
 	}
 	return counts
 }
 
-func (p FileProblem) String() string { return p.Name + ": " + p.Message }
+func (p Omission) String() string { return p.Name + ": " + p.Message }
 
 // NotReadyError says that the node cannot serve GPUs now. A later scan may succeed without a
 // restart of the plugin.

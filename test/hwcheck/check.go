@@ -282,8 +282,8 @@ func (s *visit) checkInventory(ctx context.Context) []offer {
 // checkMissing adds to the report what containers would lack of the driver, by the inventory's
 // table.
 func (s *visit) checkMissing(table string) {
-	const name = "containers lack nothing of the driver"
-	if lines := listBelow(table, "Missing in containers"); len(lines) > 0 {
+	const name = "the plugin leaves nothing out"
+	if lines := listBelow(table, "Left out"); len(lines) > 0 {
 		s.add(name, facts.Differed, "%s", strings.Join(lines, "; "))
 	} else {
 		s.add(name, facts.Agreed, "the plugin found every file that it expects, and refused none")

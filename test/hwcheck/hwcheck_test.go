@@ -250,7 +250,7 @@ const (
 	driverCheck    = "a driver is found"
 	nvmlCheck      = "NVML says what the model's file says"
 	inventoryCheck = "the plugin offers what NVML lists"
-	missingCheck   = "containers lack nothing of the driver"
+	missingCheck   = "the plugin leaves nothing out"
 	specCheck      = "the CDI specs can be used"
 	noneCheck      = "a container with the base spec alone sees no GPU"
 	oneCheck       = "a container with one GPU sees only that GPU"

@@ -363,11 +363,11 @@ func TestReportHasNoProcesses(t *testing.T) {
 }
 
 func TestMissingFilesAreReadFromTheTable(t *testing.T) {
-	const table = "NAME\ngpu\n\nMissing in containers:\n  a: not found\n  b: refused\n\nNot checked here:\n  x\n"
-	if got := listBelow(table, "Missing in containers"); !slices.Equal(got, []string{"a: not found", "b: refused"}) {
+	const table = "NAME\ngpu\n\nLeft out:\n  a: not found\n  b: refused\n\nNot checked here:\n  x\n"
+	if got := listBelow(table, "Left out"); !slices.Equal(got, []string{"a: not found", "b: refused"}) {
 		t.Errorf("%q", got)
 	}
-	if got := listBelow("NAME\n", "Missing in containers"); got != nil {
+	if got := listBelow("NAME\n", "Left out"); got != nil {
 		t.Errorf("%q", got)
 	}
 }

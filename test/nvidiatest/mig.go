@@ -39,6 +39,8 @@ type Profile struct {
 	nvml.GpuInstanceProfileInfo
 	Size   uint32
 	Starts []uint32
+	// Growing makes each placement larger than the one before, which no known profile does.
+	Growing bool
 }
 
 // Instance is a GPU instance of a fake card.
@@ -54,10 +56,10 @@ func NewMIG(h Host, minor int) *MIG {
 		Answers: map[string]nvml.Return{}, After: map[string]nvml.Return{},
 		Profiles: []Profile{
 			{nvml.GpuInstanceProfileInfo{Id: 19, SliceCount: 1, InstanceCount: 7, MultiprocessorCount: 16, CopyEngineCount: 1, MemorySizeMB: 9984},
-				1, []uint32{0, 1, 2, 3, 4, 5, 6}},
+				1, []uint32{0, 1, 2, 3, 4, 5, 6}, false},
 			{},
 			{nvml.GpuInstanceProfileInfo{Id: 9, SliceCount: 3, InstanceCount: 2, MultiprocessorCount: 60, CopyEngineCount: 3, MemorySizeMB: 40448},
-				4, []uint32{4, 0}},
+				4, []uint32{4, 0}, false},
 		},
 	}
 }
@@ -148,8 +150,12 @@ func (f *MIG) install(d *mock.Device) {
 		return ask(f, "nvmlDeviceGetGpuInstancePossiblePlacements", func() ([]nvml.GpuInstancePlacement, nvml.Return) {
 			p := f.profile(info.Id)
 			var places []nvml.GpuInstancePlacement
-			for _, start := range p.Starts {
-				places = append(places, nvml.GpuInstancePlacement{Start: start, Size: p.Size})
+			for i, start := range p.Starts {
+				place := nvml.GpuInstancePlacement{Start: start, Size: p.Size}
+				if p.Growing {
+					place.Size += uint32(i)
+				}
+				places = append(places, place)
 			}
 			return places, nvml.SUCCESS
 		})

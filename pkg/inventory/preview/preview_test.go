@@ -75,7 +75,7 @@ func TestWriteTable(t *testing.T) {
 	node.GPUs[0].NUMANode, node.GPUs[0].PCIeRoot = ptr.To(0), "pci0000:15"
 	node.GPUs[1].MemoryBytes = 0
 	node.Problems = []nvidia.Problem{{PCIAddress: "0000:52:00.0", Message: "MIG mode is on"}, {Message: "lost"}}
-	node.FileProblems = []nvidia.FileProblem{{Kind: nvidia.FileMissing, Name: "nvidia-smi", Message: "it was not found"}}
+	node.Omissions = []nvidia.Omission{{Kind: nvidia.MissingFile, Name: "nvidia-smi", Message: "it was not found"}}
 	var out strings.Builder
 	if err := WriteTable(&out, previewOf(t, Rules{}, node)); err != nil {
 		t.Fatal(err)
@@ -94,7 +94,7 @@ Not offered, or only in part:
   0000:52:00.0: MIG mode is on
   lost
 
-Missing in containers:
+Left out:
   nvidia-smi: it was not found
 `
 	if diff := cmp.Diff(want, out.String()); diff != "" {

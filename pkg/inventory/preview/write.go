@@ -27,7 +27,7 @@ func WriteTable(out io.Writer, p Offer) error {
 	writeOffer(&text, p)
 	writeList(&text, "Not listed by NVML", p.unlisted)
 	writeList(&text, "Not offered, or only in part", p.whyNotMore())
-	writeList(&text, "Missing in containers", p.missing())
+	writeList(&text, "Left out", p.omitted())
 	writeList(&text, "Open in other processes", p.holders())
 	_, err := text.WriteTo(out)
 	return err
@@ -79,9 +79,9 @@ func (p Offer) whyNotMore() (lines []string) {
 	return lines
 }
 
-// missing lists the parts of the driver that containers lack.
-func (p Offer) missing() (lines []string) {
-	for _, problem := range p.Node.FileProblems {
+// omitted lists what the scan left out although the GPUs are offered.
+func (p Offer) omitted() (lines []string) {
+	for _, problem := range p.Node.Omissions {
 		lines = append(lines, problem.String())
 	}
 	return lines

@@ -27,11 +27,11 @@ import (
 // symlink out of the driver root would give tenants a host file. A device node with a wrong number
 // would open another device. confine also resolves the symlinks in mount sources, so that the
 // runtime has none to follow.
-func (s scanner) confine(e edits) (edits, []nvidia.FileProblem) {
+func (s scanner) confine(e edits) (edits, []nvidia.Omission) {
 	kept := edits{AdditionalGIDs: e.AdditionalGIDs}
-	var refused []nvidia.FileProblem
+	var refused []nvidia.Omission
 	refuse := func(name, format string, args ...any) {
-		refused = append(refused, nvidia.FileProblem{Kind: nvidia.FileRefused, Name: name, Message: fmt.Sprintf(format, args...)})
+		refused = append(refused, nvidia.Omission{Kind: nvidia.RefusedEdit, Name: name, Message: fmt.Sprintf(format, args...)})
 	}
 	for _, v := range e.Env {
 		if name, _, _ := strings.Cut(v, "="); name == "NVIDIA_CTK_LIBCUDA_DIR" { // the hook enable-cuda-compat reads it

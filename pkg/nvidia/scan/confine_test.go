@@ -208,7 +208,7 @@ func TestRefusedEditCostsOnlyItself(t *testing.T) {
 	}
 	var names []string
 	for _, p := range refused {
-		if names = append(names, p.Name); p.Kind != nvidia.FileRefused || p.Message == "" {
+		if names = append(names, p.Name); p.Kind != nvidia.RefusedEdit || p.Message == "" {
 			t.Errorf("%+v", p)
 		}
 	}
@@ -233,8 +233,8 @@ func TestMissingFilesAreNamed(t *testing.T) {
 		t.Fatal(err, node.GPUs, node.Problems)
 	}
 	var names []string
-	for _, p := range node.FileProblems {
-		if names = append(names, p.Name); p.Kind != nvidia.FileMissing || !strings.Contains(p.Message, "/run/nvidia/driver") {
+	for _, p := range node.Omissions {
+		if names = append(names, p.Name); p.Kind != nvidia.MissingFile || !strings.Contains(p.Message, "/run/nvidia/driver") {
 			t.Errorf("%+v", p)
 		}
 	}

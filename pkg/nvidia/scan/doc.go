@@ -12,7 +12,7 @@
 //     returns the other GPUs.
 //   - A container gets everything that CUDA needs: a node without /dev/nvidia-uvm is not ready,
 //     even if nvidia-smi works there.
-//   - What is missing, refused or unknown beyond that costs only itself, and a [nvidia.FileProblem]
+//   - What is missing, refused or unknown beyond that costs only itself, and a [nvidia.Omission]
 //     names it.
 //   - A container gets no file from outside the driver root, whatever the driver root contains.
 //

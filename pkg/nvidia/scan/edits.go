@@ -34,7 +34,7 @@ const memoryLimitHook = "apply-cuda-memory-limits"
 // commonEdits returns the edits that every container with a GPU needs, and what containers lack.
 // nvcdi (of the NVIDIA Container Toolkit) finds the driver's files. It fails only without the
 // libraries and device nodes that every CUDA program needs.
-func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.FileProblem, error) {
+func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.Omission, error) {
 	var found edits
 	var err error
 	s.inDriverRoot(func(root string) { found, err = s.search(d, root) })
@@ -66,7 +66,7 @@ func (s scanner) commonEdits(d device.Driver) (edits, []nvidia.FileProblem, erro
 	}
 	for _, name := range append([]string{"libnvidia-ptxjitcompiler.so." + d.Version}, expectedPrograms...) {
 		if !hasFile(common, name) && because(problems, name) == "" {
-			problems = append(problems, nvidia.FileProblem{Kind: nvidia.FileMissing, Name: name,
+			problems = append(problems, nvidia.Omission{Kind: nvidia.MissingFile, Name: name,
 				Message: "containers lack it, because it was not found under " + s.paths.HostDriverRoot + ": complete the driver's installation"})
 		}
 	}
@@ -131,7 +131,7 @@ var readOnly = []string{"ro", "nosuid", "nodev", "rbind", "rprivate"}
 var expectedPrograms = []string{"nvidia-smi", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
 
 // because returns why a file is missing, if an edit with its name was refused.
-func because(problems []nvidia.FileProblem, name string) string {
+func because(problems []nvidia.Omission, name string) string {
 	for _, p := range problems {
 		if strings.Contains(p.Name, name) {
 			return " (" + p.String() + ")"
@@ -142,7 +142,7 @@ func because(problems []nvidia.FileProblem, name string) string {
 
 // ownEdits returns the edits that a container needs for the GPU g: its device node, and its DRM
 // device nodes if it has any. It fails only without the GPU's own device node.
-func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, []nvidia.FileProblem, error) {
+func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (edits, []nvidia.Omission, error) {
 	generator, err := s.generator(pinned{Interface: s.lib, driver: d, uuid: g.UUID, handle: handle}, s.paths.DriverRoot)
 	if err != nil {
 		return edits{}, nil, fmt.Errorf("prepare the CDI description: %w", err)

@@ -24,8 +24,8 @@ type gpuReading struct {
 	address  atomic.Pointer[device.PCIAddress]
 	progress wake.Signal
 	onOpen   func()
-	// refused are the edits that containers with the GPU do not get. It is set when the reading ends.
-	refused []nvidia.FileProblem
+	// omitted is what was left out. Only the reading itself uses it until it ends.
+	omitted []nvidia.Omission
 }
 
 // answered is called after each NVML answer for the GPU. It restarts the time limit for reading
@@ -74,7 +74,7 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	if !hostfile.IsCharDevice(node) {
 		return nil, fmt.Errorf("device node %s is missing: run nvidia-modprobe -c=%d on the node", s.paths.Host(node), g.Minor)
 	}
-	partial, err := s.readMIG(handle, &g, r.answered)
+	partial, err := s.readMIG(handle, &g, r)
 	if err != nil {
 		return nil, err
 	}
@@ -90,15 +90,15 @@ func (s scanner) gpu(index int, d device.Driver, r *gpuReading) (*nvidia.GPU, er
 	if err != nil {
 		return nil, err
 	}
-	r.refused = refused
+	r.omitted = append(r.omitted, refused...)
 	return &nvidia.GPU{GPU: g, Edits: own, Binding: binding}, partial
 }
 
 // readMIG reads the MIG profiles and MIG instances into g. If that fails on a card with MIG off,
 // the card can still be offered as a whole GPU, and partial says why not as partitions. If it fails
 // on a card with MIG on, the card is unusable, and readMIG returns err.
-func (s scanner) readMIG(card nvml.Device, g *device.GPU, progress func()) (partial, err error) {
-	m := mig.NewReader(s.paths, s.lib, progress)
+func (s scanner) readMIG(card nvml.Device, g *device.GPU, r *gpuReading) (partial, err error) {
+	m := mig.NewReader(s.paths, s.lib, r.answered)
 	if g.MIG, err = nvmlx.MIGMode(s.lib, card); g.MIG == nil || err != nil {
 		return nil, err
 	}
@@ -106,7 +106,14 @@ func (s scanner) readMIG(card nvml.Device, g *device.GPU, progress func()) (part
 	kinds, err := m.Kinds(card)
 	g.Engines = engines(kinds)
 	if err == nil {
-		g.MIG.Profiles, err = m.Profiles(card)
+		var unknown []string
+		g.MIG.Profiles, unknown, err = m.Profiles(card)
+		for _, name := range unknown {
+			r.omitted = append(r.omitted, nvidia.Omission{
+				Kind: nvidia.UnknownProfile, Name: fmt.Sprintf("MIG profile %s of %s", name, g.PCIAddress),
+				Message: "its placements have several sizes, which this version cannot offer",
+			})
+		}
 	}
 	if err == nil && g.MIG.Enabled {
 		g.MIG.Instances, err = m.Instances(card, g.Minor)

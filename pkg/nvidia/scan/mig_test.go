@@ -3,6 +3,7 @@ package scan
 import (
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
@@ -85,6 +86,28 @@ func TestScanReportsMIGProfiles(t *testing.T) {
 				t.Errorf("a card without MIG has %+v", node.GPUs[1].MIG)
 			}
 		})
+	}
+}
+
+// A profile of a form that this driver does not know costs only itself.
+func TestUnknownProfileIsNamed(t *testing.T) {
+	node := scanMIG(t, func(_ nvidiatest.Host, _ *nvidiatest.Card, f *nvidiatest.MIG) {
+		f.Profiles = append(f.Profiles, nvidiatest.Profile{
+			GpuInstanceProfileInfo: nvml.GpuInstanceProfileInfo{Id: 88, SliceCount: 2, InstanceCount: 2, MemorySizeMB: 20480},
+			Size:                   2, Starts: []uint32{0, 4}, Growing: true,
+		})
+	})
+	if len(node.GPUs) != 2 || len(node.Problems) > 0 {
+		t.Fatal(node.GPUs, node.Problems)
+	}
+	if diff := cmp.Diff(fakeProfiles, node.GPUs[0].MIG.Profiles); diff != "" {
+		t.Error(diff)
+	}
+	named := func(o nvidia.Omission) bool {
+		return o.Kind == nvidia.UnknownProfile && strings.Contains(o.Name, "20gb") && strings.Contains(o.Name, "0000:1b:00.0")
+	}
+	if !slices.ContainsFunc(node.Omissions, named) {
+		t.Errorf("%v", node.Omissions)
 	}
 }
 

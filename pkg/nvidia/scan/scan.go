@@ -71,7 +71,7 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	}
 	common, err := nvmlx.Bounded(ctx, s.limit, "collecting the driver's files", func() (nvidia.Node, error) {
 		common, problems, err := s.commonEdits(node.Driver)
-		return nvidia.Node{Common: common, FileProblems: problems}, err
+		return nvidia.Node{Common: common, Omissions: problems}, err
 	})
 	if err != nil {
 		return nvidia.Node{}, err
@@ -83,9 +83,9 @@ func (s scanner) scan(ctx context.Context) (nvidia.Node, error) {
 	if err != nil {
 		return nvidia.Node{}, fmt.Errorf("count the GPUs: %w", err)
 	}
-	node.GPUs, node.Problems, node.FileProblems = s.gpus(ctx, count, node.Driver)
-	node.Common, node.FileProblems = common.Common, append(node.FileProblems, common.FileProblems...)
-	slices.SortFunc(node.FileProblems, func(a, b nvidia.FileProblem) int { return cmp.Compare(a.String(), b.String()) })
+	node.GPUs, node.Problems, node.Omissions = s.gpus(ctx, count, node.Driver)
+	node.Common, node.Omissions = common.Common, append(node.Omissions, common.Omissions...)
+	slices.SortFunc(node.Omissions, func(a, b nvidia.Omission) int { return cmp.Compare(a.String(), b.String()) })
 	return node, nil
 }
 
@@ -118,14 +118,14 @@ func (s scanner) driver() (device.Driver, error) {
 }
 
 // gpus reads every GPU on its own goroutine, so that a hung GPU does not block the others.
-func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia.GPU, []nvidia.Problem, []nvidia.FileProblem) {
+func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia.GPU, []nvidia.Problem, []nvidia.Omission) {
 	type result struct {
 		gpu     *nvidia.GPU
 		address device.PCIAddress
 		err     error
 	}
 	results, opens := make(chan result, count), nvmlx.NewPendingOpens()
-	readings, refused := make([]*gpuReading, count), make([][]nvidia.FileProblem, count)
+	readings, omitted := make([]*gpuReading, count), make([][]nvidia.Omission, count)
 	for i := range readings { // add all cards before the first limit starts
 		readings[i] = &gpuReading{progress: wake.New(), onOpen: opens.Add()}
 	}
@@ -135,7 +135,7 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia
 			what := fmt.Sprintf("NVML for the GPU with index %d", i)
 			gpu, err := nvmlx.BoundedWhile(ctx, s.limit, r.progress, opens, what, func() (*nvidia.GPU, error) { return s.gpu(i, d, r) })
 			if gpu != nil { // the goroutine of the call has ended
-				refused[i] = r.refused
+				omitted[i] = r.omitted
 			}
 			results <- result{gpu, r.known(), err}
 		}()
@@ -159,5 +159,5 @@ func (s scanner) gpus(ctx context.Context, count int, d device.Driver) ([]nvidia
 	gpus, problems = distinct(gpus, problems)
 	problems = explain(s.paths.Sysfs, listed, problems)
 	sort.Slice(problems, func(i, j int) bool { return problems[i].String() < problems[j].String() })
-	return gpus, problems, slices.Concat(refused...)
+	return gpus, problems, slices.Concat(omitted...)
 }

@@ -60,7 +60,7 @@ func TestContainersGetTheFilesOfEveryDriverRoot(t *testing.T) {
 				t.Errorf("the plugin runs %v (%v), which is not what containers get", smi, err)
 			}
 			var missing []string
-			for _, p := range node.FileProblems {
+			for _, p := range node.Omissions {
 				missing = append(missing, p.Name)
 			}
 			if diff := cmp.Diff(r.Missing, missing); diff != "" {

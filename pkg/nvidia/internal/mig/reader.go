@@ -72,14 +72,14 @@ func (m *Reader) Kinds(card nvml.Device) ([]Kind, error) {
 	return found, nil
 }
 
-// Profiles lists the card's MIG profiles by ID. It leaves out a profile that has no placement, or
-// placements of several sizes, because such a profile cannot be offered.
-func (m *Reader) Profiles(card nvml.Device) ([]device.Profile, error) {
+// Profiles lists the card's MIG profiles by ID. It leaves out a profile without placements or
+// instances. unknown has the names of those with placements of several sizes, which cannot be
+// offered.
+func (m *Reader) Profiles(card nvml.Device) (profiles []device.Profile, unknown []string, _ error) {
 	kinds, err := m.Kinds(card)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var profiles []device.Profile
 	for _, k := range kinds {
 		p := device.Profile{
 			ID: k.Id, Name: m.profileName(card, k), Slices: k.SliceCount, MaxInstances: k.InstanceCount, MemoryBytes: k.MemorySizeMB << 20,
@@ -91,23 +91,22 @@ func (m *Reader) Profiles(card nvml.Device) ([]device.Profile, error) {
 		places, ret := card.GetGpuInstancePossiblePlacements(&k.GpuInstanceProfileInfo)
 		m.progress()
 		if ret != nvml.SUCCESS && !nvmlx.IsAbsent(ret) {
-			return nil, fmt.Errorf("read the placements of GPU instance profile %s: %w", p.Name, nvmlx.ToError(ret))
+			return nil, nil, fmt.Errorf("read the placements of GPU instance profile %s: %w", p.Name, nvmlx.ToError(ret))
 		}
-		if ret == nvml.SUCCESS && setPlacements(&p, places) {
+		if slices.ContainsFunc(places, func(o nvml.GpuInstancePlacement) bool { return o.Size != places[0].Size }) {
+			unknown = append(unknown, p.Name)
+		} else if ret == nvml.SUCCESS && setPlacements(&p, places) {
 			profiles = append(profiles, p)
 		}
 	}
 	slices.SortFunc(profiles, func(a, b device.Profile) int { return cmp.Compare(a.ID, b.ID) })
-	return profiles, nil
+	return profiles, unknown, nil
 }
 
 // setPlacements sets the placements of p. It returns false if the profile cannot be offered,
-// because it has no placement, placements of several sizes, or no instances.
+// because it has no placement or no instances.
 func setPlacements(p *device.Profile, places []nvml.GpuInstancePlacement) bool {
-	for i, place := range places {
-		if i > 0 && place.Size != p.Size {
-			return false
-		}
+	for _, place := range places {
 		p.Size = place.Size
 		p.Starts = append(p.Starts, place.Start)
 	}
