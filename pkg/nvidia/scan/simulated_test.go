@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -148,6 +149,24 @@ func TestEveryDriverLayoutIsComplete(t *testing.T) {
 				t.Errorf("libcuda.so.1 would not be found: links %s; folders %s", links, folders)
 			}
 		})
+	}
+}
+
+// NVML itself is loaded through links that lead nowhere in this process's root, too.
+func TestScanLoadsNVMLThroughAbsoluteLinks(t *testing.T) {
+	s := nvidiatest.NewSite(t, "t4-x1", layout.Container, "opt/nvidia/580/lib64")
+	libraries := filepath.Join(s.Root, "driver", "usr/lib64")
+	if err := errors.Join(os.MkdirAll(filepath.Dir(libraries), 0o750), os.Symlink("/opt/nvidia/580/lib64", libraries)); err != nil {
+		t.Fatal(err)
+	}
+	node := mustScan(s)
+	if len(node.GPUs) != 1 || !hasFile(node.Common, "libcuda.so."+node.Driver.Version) {
+		t.Fatal(node.Problems, node.Common.Mounts)
+	}
+	for _, m := range node.Common.Mounts {
+		if strings.Contains(m.HostPath, "/lib64/") && !strings.HasPrefix(m.HostPath, "/run/nvidia/driver/opt/nvidia/580/lib64/") {
+			t.Errorf("%s is mounted from %s", m.ContainerPath, m.HostPath)
+		}
 	}
 }
 
