@@ -250,11 +250,11 @@ func (r Root) DeviceRoot(host string) string {
 	return host
 }
 
-// MakeDevices creates the device nodes of a host with one GPU, which needs root. number returns the
-// device number by the node's name.
-func (r Root) MakeDevices(host string, number func(name string) int) error {
-	dev := filepath.Join(r.DeviceRoot(host), "dev")
-	create := func(name, mode, group string) error {
+// MakeDevices creates the device nodes of a host with one GPU, which needs root. gpu is its PCI
+// address, and number returns the device number by the node's name. The kernel makes DRM nodes in
+// the host's /dev, whatever has the others.
+func (r Root) MakeDevices(host, gpu string, number func(name string) int) error {
+	create := func(dev, name, mode, group string) error {
 		full := filepath.Join(dev, name)
 		bits, err := parseMode(mode)
 		if err != nil {
@@ -267,13 +267,13 @@ func (r Root) MakeDevices(host string, number func(name string) int) error {
 	}
 	var failed []error
 	for _, name := range []string{"nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0"} {
-		failed = append(failed, create(name, r.Devices.GPUMode, r.Devices.GPUGroup))
+		failed = append(failed, create(filepath.Join(r.DeviceRoot(host), "dev"), name, r.Devices.GPUMode, r.Devices.GPUGroup))
 	}
 	if r.Devices.DRMMode != "" {
-		dri := filepath.Join(dev, "dri", "by-path")
-		failed = append(failed, create("dri/card0", r.Devices.DRMMode, "video"), create("dri/renderD128", r.Devices.DRMMode, "render"),
-			link("../card0", filepath.Join(dri, "pci-0000:1b:00.0-card")),
-			link("../renderD128", filepath.Join(dri, "pci-0000:1b:00.0-render")))
+		dri := filepath.Join(host, "dev", "dri")
+		failed = append(failed, create(dri, "card0", r.Devices.DRMMode, "video"), create(dri, "renderD128", r.Devices.DRMMode, "render"),
+			link("../card0", filepath.Join(dri, "by-path", "pci-"+gpu+"-card")),
+			link("../renderD128", filepath.Join(dri, "by-path", "pci-"+gpu+"-render")))
 	}
 	return errors.Join(failed...)
 }

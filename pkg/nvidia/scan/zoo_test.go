@@ -30,7 +30,14 @@ func TestContainersGetTheFilesOfEveryDriverRoot(t *testing.T) {
 			h := nvidiatest.NewHost(t)
 			machine := filepath.Join(h.Root, "machine")
 			h.Must(r.Install(machine, func(string) string { return "" }))
-			h.Must(r.MakeDevices(machine, func(string) int { return 0 }))
+			h.Must(r.MakeDevices(machine, "0000:c3:00.0", func(string) int { return 0 }))
+			var drm []string
+			if r.Devices.DRMMode != "" && r.DeviceRoot(machine) == machine {
+				drm = []string{"card0", "renderD128"}
+			}
+			for _, name := range drm {
+				h.File("sys/bus/pci/devices/0000:c3:00.0/drm/"+name+"/dev", "226:0")
+			}
 			s := scannerOf(h, nvidiatest.NVML(nvidiatest.TwoCards()[:1]...))
 			s.paths.DriverRoot, s.paths.HostDriverRoot = filepath.Join(machine, r.DriverRoot), r.DriverRoot
 			s.paths.DevRoot = r.DeviceRoot(machine)
@@ -40,6 +47,9 @@ func TestContainersGetTheFilesOfEveryDriverRoot(t *testing.T) {
 			node, err := s.scan(t.Context())
 			if err != nil || len(node.GPUs) != 1 {
 				t.Fatal(err, node.Problems)
+			}
+			if got, _ := graphicsOf(node.GPUs[0].Edits); !slices.Equal(got, drm) {
+				t.Errorf("the GPU's DRM nodes are %v, want %v", got, drm)
 			}
 			mounts := map[string]string{}
 			for _, m := range node.Common.Mounts {
