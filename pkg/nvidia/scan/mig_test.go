@@ -267,13 +267,3 @@ func TestCapabilityNodesHaveNumbers(t *testing.T) {
 		t.Errorf("without MIG capabilities: %v", n)
 	}
 }
-
-func TestGraphicsProfileKeepsDRMNodes(t *testing.T) {
-	parent := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/dri/card1"}, {Path: "/dev/nvidia1"}}}
-	for name, nodes := range map[string]int{"1g.24gb": 3, "1g.24gb+gfx": 4} {
-		got := CapabilityEdits(nvidiatest.NewHost(t).Paths(), parent, device.Instance{}, device.ComputeInstance{Name: name})
-		if len(got.DeviceNodes) != nodes {
-			t.Errorf("%s has %d device nodes, want %d", name, len(got.DeviceNodes), nodes)
-		}
-	}
-}

@@ -3,7 +3,6 @@ package scan
 import (
 	"os"
 	"slices"
-	"strings"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -14,17 +13,14 @@ import (
 
 // CapabilityEdits returns the edits that a MIG device needs in addition to [nvidia.Node.Common]:
 // the GPU's device node and the capability device nodes of the GPU instance and the compute
-// instance. parent has the GPU's [nvidia.GPU.Edits]. Its graphics device nodes are dropped, because
-// they give access to the whole GPU, except for a +gfx profile, which cannot do graphics without
-// them.
+// instance. parent has the GPU's [nvidia.GPU.Edits]. Its DRM device nodes are dropped, because they
+// give access to the whole GPU, or since driver 575.51 to one of its MIG devices with graphics. No
+// file says to which, so a +gfx partition gets none either.
 func CapabilityEdits(
 	p nvidia.Paths, parent specs.ContainerEdits, instance device.Instance, compute device.ComputeInstance,
 ) specs.ContainerEdits {
 	p = p.WithDefaults()
-	e := parent
-	if !strings.HasSuffix(compute.Name, "+gfx") {
-		e = withoutGraphics(parent)
-	}
+	e := withoutGraphics(parent)
 	e.DeviceNodes = append(slices.Clone(e.DeviceNodes), capabilityNode(p, instance.Minor), capabilityNode(p, compute.Minor))
 	return e
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/internal/host"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
@@ -279,11 +280,11 @@ func TestFieldDecidesWhetherMIGNeedsReset(t *testing.T) {
 	}
 }
 
-// graphicsNode is a node with a card that is partitioned, one partition with graphics, and a whole
+// graphicsNode is a node with a card that is partitioned, two partitions with graphics, and a whole
 // card.
 func graphicsNode() *model.Node {
 	card := model.Card{Model: "rtx-pro-6000-blackwell", PCI: "0000:1b:00.0", PCIRoot: "pci0000:15", MIG: &model.CardMIG{
-		Enabled: true, Instances: []model.CardInstance{{Profile: 47, Start: 0}, {Profile: 14, Start: 1}},
+		Enabled: true, Instances: []model.CardInstance{{Profile: 47, Start: 0}, {Profile: 14, Start: 1}, {Profile: 47, Start: 2}},
 	}}
 	whole := card
 	whole.PCI, whole.MIG = "0000:3d:00.0", nil
@@ -312,31 +313,30 @@ func graphicsOf(e specs.ContainerEdits) (nodes, links []string) {
 	return nodes, links
 }
 
-func TestOnlyWholeGPUsAndGraphicsPartitionsGetDRMNodes(t *testing.T) {
+// Since driver 575.51 each of the card's DRM devices belongs to one MIG device with graphics, and
+// nothing on the host says to which.
+func TestNoPartitionGetsDRMNodes(t *testing.T) {
 	s := nvidiatest.NewSiteOf(t, graphicsNode(), layout.Host, "")
 	node := mustScan(s)
-	want := []string{"card33", "renderD161"}
+	if names := host.GraphicsDevices(s.Paths().Sysfs, node.GPUs[0].PCIAddress); len(names) != 4 {
+		t.Fatalf("the card with two graphics partitions has the DRM devices %v, want two pairs", names)
+	}
+	want := []string{"card34", "renderD162"}
 	wantLinks := []string{"pci-0000:3d:00.0-card", "pci-0000:3d:00.0-render"}
 	if nodes, links := graphicsOf(node.GPUs[1].Edits); !slices.Equal(nodes, want) || !slices.Equal(links, wantLinks) {
 		t.Errorf("the whole GPU has %v and %v, want %v and %v", nodes, links, want, wantLinks)
 	}
-	for name, want := range map[string][]string{"1g.24gb": nil, "1g.24gb+gfx": {"card32", "renderD160"}} {
-		var found int
-		for _, in := range node.GPUs[0].MIG.Instances {
-			for _, c := range in.Compute {
-				if c.Name != name {
-					continue
-				}
-				found++
-				nodes, links := graphicsOf(CapabilityEdits(s.Paths(), node.GPUs[0].Edits, in, c))
-				if !slices.Equal(nodes, want) || len(links) != len(want) {
-					t.Errorf("partition %s has %v and %v, want %v", name, nodes, links, want)
-				}
+	found := map[string]int{}
+	for _, in := range node.GPUs[0].MIG.Instances {
+		for _, c := range in.Compute {
+			found[c.Name]++
+			if nodes, links := graphicsOf(CapabilityEdits(s.Paths(), node.GPUs[0].Edits, in, c)); len(nodes)+len(links) > 0 {
+				t.Errorf("partition %s has %v and %v", c.Name, nodes, links)
 			}
 		}
-		if found != 1 {
-			t.Errorf("%d partitions %s: %+v", found, name, node.GPUs[0].MIG.Instances)
-		}
+	}
+	if found["1g.24gb"] != 1 || found["1g.24gb+gfx"] != 2 {
+		t.Errorf("the partitions are %v", found)
 	}
 }
 

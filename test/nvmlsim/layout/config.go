@@ -58,6 +58,8 @@ type Config struct {
 	// container that has all of Dev can then change the GPUs, even if its driver root is read-only.
 	// It also hides the machine's ldconfig, if the node has none.
 	MountRoot bool `json:"mountRoot,omitempty"`
+	// GraphicsDevices counts each GPU's MIG devices with graphics at the last load of the driver.
+	GraphicsDevices []int `json:"graphicsDevices,omitempty"`
 
 	root string
 }

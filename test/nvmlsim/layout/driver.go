@@ -20,12 +20,13 @@ func (c *Config) DriverAway(f *state.File, files, force bool) error {
 // DriverBack loads the driver. If the driver's files are not installed, it installs them too.
 func (c *Config) DriverBack(f *state.File, version, cuda string) error {
 	c.NoFiles = false
-	if err := c.Save(); err != nil {
-		return err
-	}
 	// Load comes before Apply, because Apply creates /proc/driver and a driver container's files only
 	// for a loaded driver.
 	if err := f.Load(version, cuda, true); err != nil {
+		return err
+	}
+	c.noteGraphics(f)
+	if err := c.Save(); err != nil {
 		return err
 	}
 	return c.Apply(f)

@@ -4,6 +4,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
+
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
 // majorDRM is the major number of all DRM devices (Linux device list). A render node's minor is
@@ -21,17 +24,46 @@ type drmDevice struct {
 	minor      uint32
 }
 
-// drmDevices returns the DRM devices of the node's GPU with this index. nvidia-drm gives each GPU
-// both, whatever its parameter modeset (open-gpu-kernel-modules, nvidia-drm-drv.c).
+// noteGraphics records the MIG devices with graphics that each GPU has while the driver is loaded.
+// nvidia-drm makes its devices then, and never again (nv_drm_probe_devices).
+func (c *Config) noteGraphics(f *state.File) {
+	c.GraphicsDevices = make([]int, f.GPUCount())
+	for i := range c.GraphicsDevices {
+		g := f.GPU(i)
+		for _, instance := range g.GPUInstances() {
+			profile, ok := f.Model(int(g.Model)).Profile(instance.Profile)
+			if ok && strings.HasSuffix(state.Text(profile.Name[:]), "+gfx") {
+				c.GraphicsDevices[i] += len(g.OfInstance(instance.ID))
+			}
+		}
+	}
+}
+
+// drmDevices returns the DRM devices of the node's GPU with this index: a card and a render node,
+// whatever nvidia-drm's parameter modeset. From driver 575.51 on a GPU has both for each of its MIG
+// devices with graphics instead (open-gpu-kernel-modules, nvidia-drm-drv.c).
 func (c *Config) drmDevices(index int) []drmDevice {
 	if !c.Node.DRMNodes {
 		return nil
 	}
-	card, render := uint32(firstCard+index), uint32(firstCard+index+minorRender)
-	return []drmDevice{
-		{name: fmt.Sprintf("card%d", card), kind: "card", minor: card},
-		{name: fmt.Sprintf("renderD%d", render), kind: "render", minor: render},
+	pairs := func(gpu int) int {
+		if gpu < len(c.GraphicsDevices) {
+			return max(1, c.GraphicsDevices[gpu])
+		}
+		return 1
 	}
+	number := firstCard
+	for before := range index {
+		number += pairs(before)
+	}
+	var devices []drmDevice
+	for range pairs(index) {
+		card, render := uint32(number), uint32(number+minorRender) //nolint:gosec // far fewer than the minors of DRM
+		devices = append(devices, drmDevice{name: fmt.Sprintf("card%d", card), kind: "card", minor: card},
+			drmDevice{name: fmt.Sprintf("renderD%d", render), kind: "render", minor: render})
+		number++
+	}
+	return devices
 }
 
 // applyDRM creates the DRM device nodes of the GPUs and udev's links to them, or removes them while

@@ -67,7 +67,12 @@ func Up(o Options) (*Config, error) {
 		if err := previous.applyDevices(view{}); err != nil {
 			return nil, err
 		}
+	} else if err == nil {
+		if err := previous.applyDRM(view{}); err != nil { // the reboot may number them anew
+			return nil, err
+		}
 	}
+	c.noteGraphics(f)
 	if err := c.Save(); err != nil {
 		return nil, err
 	}
