@@ -19,6 +19,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/checkpoint"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/driver"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/inventory/preview"
@@ -79,11 +80,11 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	var minors []int
+	var gpus []device.GPU
 	for _, g := range node.GPUs {
-		minors = append(minors, g.Minor)
+		gpus = append(gpus, g.GPU)
 	}
-	offer.Holders = scan.Users(driver.Paths(cfg), minors)
+	offer.Holders = scan.Users(driver.Paths(cfg), gpus)
 	if err := show(out, format, cfg.NodeName, offer, recordsErr); err != nil {
 		return err
 	}

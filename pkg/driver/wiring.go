@@ -229,8 +229,8 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			endless(verdicts.Run), endless(healthReport.Run),
 			endless(func(ctx context.Context) { quiescer.Run(ctx, verdicts.Watcher(ctx)) }),
 			endless(policy.Watch), endless(policy.chooser.WatchFile), endless(node.Run), endless(host.Run),
-			endless(nodeview.Holders{Node: node, InUse: claims.InUse, Foreign: func(minors []int) map[int][]nvidia.Process {
-				return scan.Foreign(Paths(cfg), minors)
+			endless(nodeview.Holders{Node: node, InUse: claims.InUse, Foreign: func(gpus []device.GPU) map[device.PCIAddress][]nvidia.Process {
+				return scan.Foreign(Paths(cfg), gpus)
 			}}.Run),
 			endless(func(ctx context.Context) { inv.Run(ctx, node.Update) }),
 			endless(reconciling.Run), endless(collector.Run),

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"slices"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -20,9 +19,8 @@ const holdersInterval = 15 * time.Second
 // although no claim has them. A GPU cannot be bound to VFIO while it is open.
 type Holders struct {
 	Node *Node
-	// Foreign returns the processes that have these GPUs open, by minor number. The plugin's own are
-	// not among them.
-	Foreign func(minors []int) map[int][]nvidia.Process
+	// Foreign returns the processes that have these GPUs open. The plugin's own are not among them.
+	Foreign func(gpus []device.GPU) map[device.PCIAddress][]nvidia.Process
 	// InUse reports whether a claim has the GPU or a part of it.
 	InUse func(gpu string) (bool, error)
 }
@@ -52,7 +50,7 @@ func (h Holders) Run(ctx context.Context) {
 
 // look returns the held GPUs with the processes that hold them, or nil if it cannot find out.
 func (h Holders) look(ctx context.Context) map[device.PCIAddress]string {
-	held, candidates := map[device.PCIAddress]string{}, map[int]device.PCIAddress{}
+	held, candidates := map[device.PCIAddress]string{}, []device.GPU(nil)
 	for _, g := range h.Node.offeredToMachines() {
 		used, err := h.InUse(g.WholeName())
 		if err != nil {
@@ -60,14 +58,14 @@ func (h Holders) look(ctx context.Context) map[device.PCIAddress]string {
 			return nil
 		}
 		if !used {
-			candidates[g.Minor] = g.PCIAddress
+			candidates = append(candidates, g)
 		}
 	}
 	if len(candidates) == 0 {
 		return held
 	}
-	for minor, processes := range h.Foreign(slices.Sorted(maps.Keys(candidates))) {
-		held[candidates[minor]] = fmt.Sprint(processes)
+	for gpu, processes := range h.Foreign(candidates) {
+		held[gpu] = fmt.Sprint(processes)
 	}
 	return held
 }

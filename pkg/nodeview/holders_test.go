@@ -32,16 +32,18 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 		}})
 		n := New(fakeInventory{w}, fakeHealth{w}, fakeReference{w}, w.inUse)
 		var mu sync.Mutex // for the four below
-		var asked []int
+		var asked []device.PCIAddress
 		var claimErr error
 		used, began := map[string]bool{second.WholeName(): true}, time.Now()
-		processes := map[int][]nvidia.Process{7: {{PID: 77, Name: "python"}}}
+		processes := map[device.PCIAddress][]nvidia.Process{first: {{PID: 77, Name: "python"}}}
 		go Holders{
 			Node: n,
-			Foreign: func(minors []int) map[int][]nvidia.Process {
+			Foreign: func(gpus []device.GPU) map[device.PCIAddress][]nvidia.Process {
 				mu.Lock()
 				defer mu.Unlock()
-				asked = minors
+				for _, g := range gpus {
+					asked = append(asked, g.PCIAddress)
+				}
 				return processes
 			},
 			InUse: func(gpu string) (bool, error) {
@@ -74,7 +76,7 @@ func TestGPUThatAProcessHasOpenIsHeld(t *testing.T) {
 		rules := []device.PassthroughRule{{GPUs: "0000:bb:00.0", Enabled: ptr.To(false)}}
 		n.SetConfigured(passthrough(t, device.PassthroughSettings{Enabled: ptr.To(true), Rules: rules}))
 		n.SetNodePolicies(device.Policies{})
-		if held := look(); !slices.Equal(held, []device.PCIAddress{first}) || !slices.Equal(asked, []int{7}) {
+		if held := look(); !slices.Equal(held, []device.PCIAddress{first}) || !slices.Equal(asked, []device.PCIAddress{first}) {
 			t.Errorf("asked for %v, held %v", asked, held)
 		}
 		since := n.View().Held[first]

@@ -63,6 +63,10 @@ type Group struct {
 	// GPU is one of them.
 	VirtualFunctions int
 	IsVirtual        bool
+	// Modeset means that NVIDIA's module nvidia_drm has modeset on. NVIDIADriver is that driver's
+	// version, or "" if it is unknown or not loaded.
+	Modeset      bool
+	NVIDIADriver string
 }
 
 // Read reads the group of the GPU at the address. sysfs is where sysfs is mounted.
@@ -95,6 +99,12 @@ func Read(sysfs string, gpu device.PCIAddress) (Group, error) {
 	}
 	if _, err := os.Lstat(filepath.Join(dir.path, "physfn")); err == nil {
 		g.IsVirtual = true
+	}
+	modules := directory{path: filepath.Join(sysfs, "module")}
+	g.Modeset = modules.text("nvidia_drm/parameters/modeset") == "Y"
+	g.NVIDIADriver = modules.text("nvidia/version")
+	if modules.err != nil {
+		return g, fmt.Errorf("read the parameters of NVIDIA's modules: %w", modules.err)
 	}
 	return g, nil
 }

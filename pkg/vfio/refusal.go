@@ -1,6 +1,10 @@
 package vfio
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+	"slices"
+)
 
 // Refusal says why the GPU cannot be passed to a virtual machine, and what an admin can do. It is
 // "" if nothing in sysfs speaks against it.
@@ -20,6 +24,10 @@ func (g Group) Refusal() string {
 	case len(g.ResetMethods) == 0:
 		return "the kernel cannot reset it, so one virtual machine would leave its data to the next"
 	}
+	if g.modesetKeepsGPU() {
+		return fmt.Sprintf("kernel module nvidia_drm has modeset=1, with which driver %s never gives a GPU up: "+
+			"load it with nvidia_drm modeset=0 (/etc/modprobe.d), or install driver 580.105.08 or later", cmp.Or(g.NVIDIADriver, "of unknown version"))
+	}
 	for _, c := range g.Companions {
 		if c.IsDisplay() {
 			return fmt.Sprintf("another display controller, %s, is in its slot or in IOMMU group %d, so a virtual machine would get both: "+
@@ -32,4 +40,16 @@ func (g Group) Refusal() string {
 		}
 	}
 	return ""
+}
+
+// letsGo is the first version of NVIDIA's driver in which nvidia_drm with modeset=1 closes a GPU
+// that is unbound. Before it, the unbind waits until the next boot (nv_pci_remove_helper in the
+// open kernel modules).
+var letsGo = []int{580, 105, 8}
+
+// modesetKeepsGPU reports whether NVIDIA's driver has the GPU and would never give it up.
+func (g Group) modesetKeepsGPU() bool {
+	version := make([]int, len(letsGo)) // what cannot be parsed stays 0, so it counts as old
+	_, _ = fmt.Sscanf(g.NVIDIADriver, "%d.%d.%d", &version[0], &version[1], &version[2])
+	return g.Modeset && g.GPU.Driver == "nvidia" && slices.Compare(version, letsGo) < 0
 }

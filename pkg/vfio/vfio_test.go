@@ -85,6 +85,22 @@ func TestGroupHasCompanionsOfSlotAndGroupWithoutBridges(t *testing.T) {
 	}
 }
 
+// modeset loads nvidia_drm with this parameter, and NVIDIA's driver in this version.
+func modeset(parameter, version string) func(*testing.T, tree) {
+	return func(t *testing.T, s tree) {
+		t.Helper()
+		for name, value := range map[string]string{"module/nvidia_drm/parameters/modeset": parameter, "module/nvidia/version": version} {
+			file := filepath.Join(s.dir, name)
+			if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(file, []byte(value+"\n"), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
 func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 	neighbor := func(driver string) func(*testing.T, tree) {
 		return func(t *testing.T, s tree) {
@@ -122,6 +138,13 @@ func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 			files: with(gpuFiles("17"), "driver", ""), more: display("0000:1c:00.0", "0x030200", "17", ""), want: "0000:1c:00.0",
 		},
 		"a GPU elsewhere":  {files: gpuFiles("17"), more: display("0000:1c:00.0", "0x030200", "18", "nvidia")},
+		"modeset":          {files: gpuFiles("17"), more: modeset("Y", "580.95.05"), want: "nvidia_drm modeset=0"},
+		"modeset, 570":     {files: gpuFiles("17"), more: modeset("Y", "570.211.01"), want: "580.105.08"},
+		"modeset, unknown": {files: gpuFiles("17"), more: modeset("Y", "new"), want: "nvidia_drm modeset=0"},
+		"modeset is safe":  {files: gpuFiles("17"), more: modeset("Y", "580.105.08")},
+		"modeset, newer":   {files: gpuFiles("17"), more: modeset("Y", "595.45.04")},
+		"no modeset":       {files: gpuFiles("17"), more: modeset("N", "580.95.05")},
+		"modeset, unbound": {files: with(gpuFiles("17"), "driver", ""), more: modeset("Y", "580.95.05")},
 		"bound at boot":    {files: with(gpuFiles("17"), "driver", "nvgrace_gpu_vfio_pci")},
 		"no driver at all": {files: with(gpuFiles("17"), "driver", "")},
 	} {

@@ -33,7 +33,7 @@ func TestTableListsGPUsThatNVMLDoesNotList(t *testing.T) {
 	rules := Rules{Policies: policies, Records: records{inUse: "gpu-0000-bb-00-0"}}
 	var out strings.Builder
 	offer := previewOf(t, rules, node)
-	offer.Holders = map[int][]nvidia.Process{0: {{PID: 4711, Name: "python"}}} // of the GPU that has a minor number
+	offer.Holders = map[device.PCIAddress][]nvidia.Process{"0000:1b:00.0": {{PID: 4711, Name: "python"}}}
 	if err := WriteTable(&out, offer); err != nil {
 		t.Fatal(err)
 	}

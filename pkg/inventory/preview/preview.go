@@ -41,9 +41,9 @@ type Records interface {
 // moments.
 type Offer struct {
 	Node nvidia.Node
-	// Holders has the processes that have a GPU open, by the GPU's minor number. They may prevent
-	// changes of its MIG mode and instances.
-	Holders map[int][]nvidia.Process
+	// Holders has the processes that have a GPU open. They may prevent changes of its MIG mode and
+	// instances.
+	Holders map[device.PCIAddress][]nvidia.Process
 
 	policies device.Policies
 	shapes   []device.Shape

@@ -91,11 +91,8 @@ func (p Offer) omitted() (lines []string) {
 // if it is not this driver's, a change of its MIG mode.
 func (p Offer) holders() (lines []string) {
 	for _, g := range p.Node.GPUs {
-		if g.PassthroughOnly() {
-			continue // NVIDIA's driver does not have it, so it has no minor number
-		}
 		var names []string
-		for _, process := range p.Holders[g.Minor] {
+		for _, process := range p.Holders[g.PCIAddress] {
 			names = append(names, process.String())
 		}
 		if len(names) > 0 {

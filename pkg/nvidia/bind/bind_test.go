@@ -193,10 +193,11 @@ func TestPersistencedClosesTheCard(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if users := scan.Users(s.Paths(), []int{1, 2}); len(users[1]) != 1 || len(users[2]) != 1 {
+	gpus := []device.GPU{{PCIAddress: card.PCIAddress, Minor: 1}, {PCIAddress: other.PCIAddress, Minor: 2}}
+	if users := scan.Users(s.Paths(), gpus); len(users[card.PCIAddress]) != 1 || len(users[other.PCIAddress]) != 1 {
 		t.Errorf("the cards are open in %v", users)
 	}
-	if foreign := scan.Foreign(s.Paths(), []int{1, 2}); len(foreign) > 0 {
+	if foreign := scan.Foreign(s.Paths(), gpus); len(foreign) > 0 {
 		t.Errorf("%v keep virtual machines away", foreign)
 	}
 	found := s.look(card)
@@ -372,6 +373,48 @@ func TestProcessWithTheCardOpenIsNamedBeforeAnyWrite(t *testing.T) {
 	end()
 	must(t, s.Bind(t.Context(), card, found))
 	s.has(card.PCIAddress, "vfio-pci")
+}
+
+// nvidia_drm makes DRM devices of the card, which keep it as its own device node does.
+func TestUserOfADRMNodeIsNamed(t *testing.T) {
+	s := newSite(t, "h100-passthrough", func(n *model.Node) { n.DRMNodes = true })
+	before, card := s.snapshot(), s.Card(1)
+	found := s.look(card)
+	must(t, os.Symlink(fmt.Sprintf("/proc/%d", os.Getpid()), filepath.Join(s.Root, "proc", fmt.Sprint(os.Getpid()))))
+	for _, name := range []string{"card33", "renderD161"} {
+		node, err := unix.Open(filepath.Join(s.options.Dev, "dri", name), unix.O_PATH|unix.O_CLOEXEC, 0)
+		must(t, err)
+		limited, cancel := context.WithTimeout(t.Context(), nvidiatest.Patience)
+		nvidiatest.RefusedBy(t, s.Bind(limited, card, found), os.Getpid())
+		cancel()
+		must(t, unix.Close(node))
+		s.is(before)
+	}
+	other, err := unix.Open(filepath.Join(s.options.Dev, "dri/renderD162"), unix.O_PATH|unix.O_CLOEXEC, 0)
+	must(t, err)
+	defer func() { _ = unix.Close(other) }()
+	must(t, s.Bind(t.Context(), card, found))
+	s.has(card.PCIAddress, "vfio-pci")
+}
+
+// There the unbind would hang until the next boot, and no process could be ended to end it.
+func TestCardThatModesetKeepsIsRefused(t *testing.T) {
+	s := newSite(t, "h100-passthrough", func(n *model.Node) { n.DRMNodes, n.DRMModeset = true, true })
+	card := s.Card(0)
+	found := vfio.Found{Functions: []vfio.Binding{{Address: card.PCIAddress, Driver: "nvidia", VFIO: "vfio-pci"}}}
+	limited, cancel := context.WithTimeout(t.Context(), nvidiatest.Patience)
+	defer cancel()
+	_, err := s.Look(limited, card)
+	for _, err := range []error{err, s.Bind(limited, card, found)} {
+		if err == nil || !strings.Contains(err.Error(), "modeset=0") || !strings.Contains(err.Error(), "580.105.08") {
+			t.Errorf("%v: want the way out", err)
+		}
+	}
+	// During a hung unbind the driver's override cannot be read, but the link is gone.
+	driver, err := os.Readlink(filepath.Join(s.Paths().Sysfs, "bus/pci/devices", string(card.PCIAddress), "driver"))
+	if filepath.Base(driver) != "nvidia" {
+		t.Errorf("the card has driver %q (%v)", driver, err)
+	}
 }
 
 func TestVirtualMachineWithTheCardIsNamed(t *testing.T) {

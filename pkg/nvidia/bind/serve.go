@@ -171,7 +171,7 @@ func (o order) nodes() (host.DeviceNodes, error) {
 		return host.VFIONodes(vfio.NodesOf(o.Paths.Sysfs, o.Dev, o.Card)...), nil
 	}
 	minor, err := host.Minor(o.Paths, o.Card)
-	return host.GPUNodes(minor), err
+	return host.GPUNodes(o.Paths, o.Card, minor), err
 }
 
 // awaitNodes waits until nodes knows the device nodes. The kernel links a driver to a card before

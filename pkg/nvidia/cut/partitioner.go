@@ -154,7 +154,7 @@ func (c partitioner) modeOf(r request, card nvml.Device) (*device.MIG, error) {
 func (c partitioner) refusal(r request, card nvml.Device, instance *uint32, err error) *nvidia.Error {
 	e := c.explain(r, err)
 	if e.Code == device.FailureInUse {
-		e.Processes, e.Transient = c.usersOf(card, instance), true
+		e.Processes, e.Transient = c.usersOf(r.Card.PCIAddress, card, instance), true
 	}
 	return e
 }
@@ -163,12 +163,12 @@ func (c partitioner) refusal(r request, card nvml.Device, instance *uint32, err 
 // this ID. The list is for error messages, so it leaves out processes that /proc does not show.
 // NVML's own lists are of no use: they leave out processes of other PID namespaces, and the plugin
 // has one of its own.
-func (c partitioner) usersOf(card nvml.Device, instance *uint32) []nvidia.Process {
+func (c partitioner) usersOf(gpu device.PCIAddress, card nvml.Device, instance *uint32) []nvidia.Process {
 	minor, ret := card.GetMinorNumber()
 	if ret != nvml.SUCCESS {
 		return nil
 	}
-	nodes := host.GPUNodes(minor)
+	nodes := host.GPUNodes(c.Paths, gpu, minor)
 	if instance != nil {
 		nodes = host.InstanceNodes(c.Paths, minor, *instance)
 	}

@@ -33,7 +33,7 @@ func Fingerprint(p nvidia.Paths) string {
 	}
 	if p.Passthrough {
 		modules, _ := fs.Glob(os.DirFS(p.Sysfs), "module/*vfio*")
-		fmt.Fprintln(h, modules)
+		fmt.Fprintln(h, modules, hostfile.ReadTrimmed(filepath.Join(p.Sysfs, "module/nvidia_drm/parameters/modeset")))
 	}
 	digestDir(h, filepath.Join(root, "dev"), "nvidia")
 	if library, ok := driverroot.Library(p.DriverRoot); ok {

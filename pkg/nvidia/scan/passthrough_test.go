@@ -12,6 +12,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvidiatest"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
 // withVFIO loads the module vfio_pci.
@@ -36,6 +37,38 @@ func TestMissingModuleIsTheReason(t *testing.T) {
 	}
 	if g := readPassthrough(t.Context(), p)[0]; g.Passthrough == nil {
 		t.Errorf("%+v", g)
+	}
+}
+
+func TestModesetOnAnOldDriverIsTheReason(t *testing.T) {
+	s := nvidiatest.NewSiteOf(t, graphicsNode(), layout.Container, "")
+	p := withVFIO(t, s.Paths())
+	p.Passthrough = true
+	set := func(version string, modeset bool) string {
+		s.Change(func(c *layout.Config, f *state.File) error {
+			c.Node.DRMModeset = modeset
+			for i := range c.Node.GPUs {
+				c.Node.GPUs[i].IOMMUGroup, c.Node.GPUs[i].ResetMethod = new(uint32(i)), "flr bus"
+			}
+			return errors.Join(c.Save(), f.Load(version, "", true))
+		})
+		withVFIO(t, p)
+		return readPassthrough(t.Context(), p)[0].NoPassthrough
+	}
+	if why := set("580.95.05", true); !strings.Contains(why, "modeset=0") || !strings.Contains(why, "580.105.08") {
+		t.Errorf("the reason is %q, want the ways out", why)
+	}
+	before := Fingerprint(p)
+	if why := set("580.95.05", false); why != "" {
+		t.Errorf("with modeset off: %s", why)
+	}
+	if Fingerprint(p) == before {
+		t.Error("no scan would find that modeset is off now")
+	}
+	for _, version := range []string{"580.105.08", "595.45.04"} {
+		if why := set(version, true); why != "" {
+			t.Errorf("driver %s: %s", version, why)
+		}
 	}
 }
 

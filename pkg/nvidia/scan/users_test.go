@@ -5,12 +5,14 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia"
 )
 
@@ -47,6 +49,15 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	process(12, "elsewhere", "0::/", "", other, control)
 	process(13, "mapper", "0::/kubepods/burstable/pod1b4e28ba-2fa1-11d2-883f-0016d3cca428/x",
 		"7f00-7f01 rw-s 00000000 00:05 600  /dev/nvidia3")
+	// Of the GPU's DRM devices, one process has one open, and one has the mapping of a buffer.
+	render := node("dev/dri/renderD129", 226, 129)
+	node("sys/bus/pci/devices/0000:1b:00.0/drm/renderD129/x", 226, 129)
+	if err := os.WriteFile(filepath.Join(root, "sys/bus/pci/devices/0000:1b:00.0/drm/renderD129/dev"), []byte("226:129\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	process(18, "egl", "0::/", "", render)
+	process(19, "gbm", "0::/", "7f00-7f01 rw-s 00000000 00:05 600  /dev/dri/renderD129")
+	process(20, "other card", "0::/", "7f00-7f01 rw-s 00000000 00:05 600  /dev/dri/renderD128", node("dev/dri/renderD128", 226, 128))
 	process(14, "ourselves", "0::/", "", host)
 	if err := os.Symlink("14", filepath.Join(root, "proc", "self")); err != nil {
 		t.Fatal(err)
@@ -54,8 +65,11 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	want := []nvidia.Process{
 		{PID: 10, Name: "dcgm"}, {PID: 11, Name: "python", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
 		{PID: 13, Name: "mapper", Pod: "1b4e28ba-2fa1-11d2-883f-0016d3cca428"},
+		{PID: 18, Name: "egl"}, {PID: 19, Name: "gbm"},
 	}
-	if diff := cmp.Diff(want, Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3})[3]); diff != "" {
+	paths := nvidia.Paths{Proc: filepath.Join(root, "proc"), Sysfs: filepath.Join(root, "sys")}
+	gpus := []device.GPU{{PCIAddress: "0000:1b:00.0", Minor: 3}, {PCIAddress: "0000:43:00.0", Minor: 4}, {PCIAddress: "0000:52:00.0", Minor: 5}}
+	if diff := cmp.Diff(want, Users(paths, gpus[:1])["0000:1b:00.0"]); diff != "" {
 		t.Error(diff)
 	}
 	// Of several GPUs, without those of the plugin. The plugin of NVIDIA's DRA driver has the plugin's
@@ -68,20 +82,20 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(root, "proc/15/environ"), []byte("HOME=/\x00GPU_DRA_DRIVER_CHILD=1\x00"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	foreign := map[int][]nvidia.Process{
-		3: append(want, nvidia.Process{PID: 14, Name: "ourselves"}, namesake), 4: {{PID: 12, Name: "elsewhere"}},
-	}
+	three, four := gpus[0].PCIAddress, gpus[1].PCIAddress
+	withSelf := slices.Insert(slices.Clone(want), 3, nvidia.Process{PID: 14, Name: "ourselves"}, namesake)
+	foreign := map[device.PCIAddress][]nvidia.Process{three: withSelf, four: {{PID: 12, Name: "elsewhere"}}}
 	if err := os.Remove(filepath.Join(root, "proc", "self")); err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(foreign, Foreign(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})); diff != "" {
+	if diff := cmp.Diff(foreign, Foreign(paths, gpus)); diff != "" {
 		t.Error(diff)
 	}
-	all := Users(nvidia.Paths{Proc: filepath.Join(root, "proc")}, []int{3, 4, 5})
-	if len(all[3]) != len(foreign[3])+1 || len(all[4]) != len(foreign[4]) {
+	all := Users(paths, gpus)
+	if len(all[three]) != len(foreign[three])+1 || len(all[four]) != len(foreign[four]) {
 		t.Errorf("with those of the plugin: %v", all)
 	}
-	if text := all[3][4].String(); text != namesake.Name+" (process 15, of this driver)" {
+	if text := all[three][4].String(); text != namesake.Name+" (process 15, of this driver)" {
 		t.Error(text)
 	}
 	if text := want[1].String(); text != "python (process 11, Pod 1b4e28ba-2fa1-11d2-883f-0016d3cca427)" {

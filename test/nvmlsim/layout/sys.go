@@ -7,6 +7,8 @@ import (
 	"path"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
@@ -66,6 +68,11 @@ func (c *Config) applySys(v view) error {
 		}
 		if err := function.draw(t); err != nil {
 			return err
+		}
+	}
+	if v.loaded {
+		for name, content := range c.Modules(v.version) {
+			t.file(name, content, 0o444)
 		}
 	}
 	return t.apply(c.SysPath())
@@ -219,6 +226,25 @@ func (f Function) DRM() map[string]string {
 	files := map[string]string{}
 	for _, d := range f.drm {
 		files[path.Join("drm", d.name, "dev")] = fmt.Sprintf("%d:%d\n", majorDRM, d.minor)
+	}
+	return files
+}
+
+// DRMNumbers returns the numbers of the GPU's DRM device nodes.
+func (f Function) DRMNumbers() map[uint64]bool {
+	numbers := map[uint64]bool{}
+	for _, d := range f.drm {
+		numbers[unix.Mkdev(majorDRM, d.minor)] = true
+	}
+	return numbers
+}
+
+// Modules returns the files of the driver's kernel modules, which exist while they are loaded, by
+// their paths below /sys.
+func (c *Config) Modules(version string) map[string]string {
+	files := map[string]string{"module/nvidia/version": version + "\n"}
+	if c.Node.DRMNodes {
+		files["module/nvidia_drm/parameters/modeset"] = map[bool]string{true: "Y\n", false: "N\n"}[c.Node.DRMModeset]
 	}
 	return files
 }

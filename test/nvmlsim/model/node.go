@@ -39,6 +39,9 @@ type Node struct {
 	NoCapabilityNodes bool `json:"noCapabilityNodes,omitempty"`
 	// DRMNodes gives each GPU its DRM device nodes, as the kernel module nvidia-drm does.
 	DRMNodes bool `json:"drmNodes,omitempty"`
+	// DRMModeset is that module's parameter modeset. Before driver 580.105.08 it keeps each GPU of a
+	// node with DRMNodes open for good.
+	DRMModeset bool `json:"drmModeset,omitempty"`
 	// HostNodesInPart gives the host's /dev only the control node and the first GPU's, of all the
 	// device nodes that a driver container has in its own root.
 	HostNodesInPart bool `json:"hostNodesInPart,omitempty"`

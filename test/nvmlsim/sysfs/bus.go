@@ -143,6 +143,15 @@ func (b *bus) driverOf(d *function) string {
 
 func (b *bus) loaded() bool { return atomic.LoadUint32(&b.state.Header().DriverLoaded) != 0 }
 
+func (b *bus) driverVersion() string { return state.Text(b.state.Header().DriverVersion[:]) }
+
+// driverBefore reports whether NVIDIA's driver is older than this version.
+func (b *bus) driverBefore(version [3]int) bool {
+	var is [3]int
+	_, _ = fmt.Sscanf(b.driverVersion(), "%d.%d.%d", &is[0], &is[1], &is[2])
+	return slices.Compare(is[:], version[:]) < 0
+}
+
 func (b *bus) vfioLoaded() bool { return atomic.LoadUint32(&b.state.Header().VFIOLoaded) != 0 }
 
 // isVFIO reports whether the driver is a VFIO driver that the kernel has.

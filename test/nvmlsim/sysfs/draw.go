@@ -118,6 +118,9 @@ func (b *bus) drawModules(t tree) {
 	if b.loaded() {
 		t.folder("module/nvidia", atomic.LoadUint32(&b.state.Header().DriverEpoch))
 		t.file("module/nvidia/initstate", "live\n")
+		for name, content := range b.config.Modules(b.driverVersion()) {
+			t.file(name, content)
+		}
 	}
 	settings := b.config.Node.VFIO
 	if !b.vfioLoaded() {

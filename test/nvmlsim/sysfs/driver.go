@@ -46,19 +46,38 @@ func (b *bus) remove(d *function) {
 	}
 }
 
+// unlinksFirst is the first version of NVIDIA's driver that takes a GPU from its list before it
+// waits for the GPU's users. With letsGoOfModeset and later, nvidia_drm closes the GPU then.
+var (
+	unlinksFirst    = [3]int{595, 44, 2}
+	letsGoOfModeset = [3]int{580, 105, 8}
+)
+
 // removeNVIDIA does what nv_pci_remove_helper of NVIDIA's driver does. It takes the GPU from the
-// driver's list first, and then waits without end for the processes that have it open.
+// driver's list, and waits without end for the processes that have it or its DRM devices open.
 func (b *bus) removeNVIDIA(d *function) {
-	b.locked(func() {
-		d.driver, d.leaving = model.DriverNVIDIA, true
+	unlink := func() {
 		if err := b.state.SetBinding(d.GPU, b.binding(d, "")); err != nil {
 			log.Printf("unbind %s: %v", d.Address, err)
 		}
+	}
+	late := b.driverBefore(unlinksFirst)
+	b.locked(func() {
+		d.driver, d.leaving = model.DriverNVIDIA, true
+		if !late {
+			unlink()
+		}
 	})
-	if !b.await(func() bool { return !b.state.Opened(d.GPU) }) {
+	keeps := b.config.Node.DRMNodes && b.config.Node.DRMModeset && b.driverBefore(letsGoOfModeset)
+	if !b.await(func() bool { return !keeps && !b.state.Opened(d.GPU) && !b.opened(d.DRMNumbers()) }) {
 		return
 	}
-	b.locked(func() { d.driver, d.leaving = "", false })
+	b.locked(func() {
+		if late {
+			unlink()
+		}
+		d.driver, d.leaving = "", false
+	})
 	b.applyBinding()
 }
 

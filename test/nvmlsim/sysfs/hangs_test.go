@@ -32,8 +32,8 @@ func TestUnbindHangsWhileAProcessHasTheGPUOpen(t *testing.T) {
 	holder := m.hold(0)
 	w := m.start(gpu0, "bus/pci/drivers/nvidia/unbind")
 	m.eventually("the links are gone", func() bool { return m.driver(gpu0) == "" })
-	if m.state.GPU(0).Attached() {
-		t.Error("NVML still lists the GPU")
+	if !m.state.GPU(0).Attached() {
+		t.Error("NVML no longer lists the GPU: drivers before 595.44.02 keep it until its users have ended")
 	}
 	if err := w.Process.Kill(); err != nil {
 		t.Fatal(err)
@@ -65,6 +65,65 @@ func TestUnbindHangsWhileAProcessHasTheGPUOpen(t *testing.T) {
 	m.reads("vfio-pci\n", "bus/pci/devices", gpu0, "driver_override")
 	m.probe(gpu0)
 	m.has(gpu0, "vfio-pci")
+}
+
+// Drivers from 595.44.02 on take the GPU from their list before they wait for its users.
+func TestNewDriversUnlistTheGPUBeforeTheyWait(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.DriverVersion = "595.45.04" })
+	holder := m.hold(0)
+	w := m.start(gpu0, "bus/pci/drivers/nvidia/unbind")
+	m.eventually("the links are gone", func() bool { return m.driver(gpu0) == "" })
+	if m.state.GPU(0).Attached() {
+		t.Error("NVML still lists the GPU")
+	}
+	if err := holder.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_ = w.ended()
+}
+
+// With modeset=1 nvidia_drm has every GPU open itself, so no process can be ended to end the wait.
+func TestModesetKeepsTheGPUOnOldDrivers(t *testing.T) {
+	for version, hangs := range map[string]bool{"580.95.05": true, "580.105.08": false, "595.45.04": false} {
+		t.Run(version, func(t *testing.T) {
+			m := boot(t, "vfio-awkward", func(o *layout.Options) {
+				o.DriverVersion, o.Config.Node.DRMNodes, o.Config.Node.DRMModeset = version, true, true
+			})
+			m.reads("Y\n", "module/nvidia_drm/parameters/modeset")
+			m.reads(version+"\n", "module/nvidia/version")
+			w := m.start(gpu0, "bus/pci/drivers/nvidia/unbind")
+			m.eventually("the links are gone", func() bool { return m.driver(gpu0) == "" })
+			if !hangs {
+				_ = w.ended()
+				return
+			}
+			select {
+			case err := <-w.done:
+				t.Errorf("the unbind ended: %v", err)
+			case <-time.After(200 * time.Millisecond):
+			}
+		})
+	}
+}
+
+func TestUnbindWaitsForUsersOfTheDRMDevices(t *testing.T) {
+	m := boot(t, "vfio-awkward", func(o *layout.Options) { o.Config.Node.DRMNodes = true })
+	user, err := unix.Open(filepath.Join(m.dev, "dri/renderD160"), unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := m.start(gpu0, "bus/pci/drivers/nvidia/unbind")
+	select {
+	case err := <-w.done:
+		t.Errorf("unbind ended while a process has the render node open: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	if err := unix.Close(user); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-w.done; err != nil {
+		t.Errorf("unbind: %v: %s", err, &w.output)
+	}
 }
 
 func TestEndOfTheMountEndsHungWrites(t *testing.T) {

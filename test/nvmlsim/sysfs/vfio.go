@@ -211,12 +211,16 @@ func (b *bus) removeNode(name string) {
 // used reports whether a process has the function's or its group's device node open. No driver is
 // behind the nodes, so a process that stands for a virtual machine opens them with O_PATH.
 func (b *bus) used(bound *vfioDevice) bool {
-	if b.config.PlainDevices {
-		return false
-	}
-	numbers := map[uint64]bool{
+	return b.opened(map[uint64]bool{
 		unix.Mkdev(bound.id.Major, bound.id.Minor):                     true,
 		unix.Mkdev(bound.group.number.Major, bound.group.number.Minor): true,
+	})
+}
+
+// opened reports whether a process has a device node with one of these numbers open.
+func (b *bus) opened(numbers map[uint64]bool) bool {
+	if b.config.PlainDevices || len(numbers) == 0 {
+		return false
 	}
 	processes, err := os.ReadDir("/proc")
 	if err != nil {

@@ -2,6 +2,7 @@ package host
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -25,27 +26,50 @@ const majorNVIDIA = 195
 // number in open files, and by name in memory mappings.
 type DeviceNodes struct {
 	numbers map[uint64]bool
-	// like is a part of the paths of all such device nodes. Other files are not examined.
-	like string
+	// like are parts of the paths of all such device nodes. Other files are not examined.
+	like []string
 	// names are parts of the device nodes' paths. Memory mappings show a path and no device number, so
 	// names are needed to find them. Device nodes that processes do not map have none.
 	names []string
 }
 
-// likeNVIDIA and likeVFIO are in the paths of all device nodes of NVIDIA's driver and of VFIO.
+// likeNVIDIA, likeDRM and likeVFIO are in the paths of all device nodes of NVIDIA's driver, of DRM
+// and of VFIO.
 const (
 	likeNVIDIA = "/nvidia"
+	likeDRM    = "/dri/"
 	likeVFIO   = "/vfio/"
 )
 
-// GPUNodes describes the device nodes of GPUs.
-func GPUNodes(minors ...int) DeviceNodes {
-	nodes := DeviceNodes{numbers: map[uint64]bool{}, like: likeNVIDIA}
-	for _, minor := range minors {
-		nodes.numbers[unix.Mkdev(majorNVIDIA, uint32(minor))] = true //nolint:gosec // NVML's own number
-		nodes.names = append(nodes.names, fmt.Sprintf("nvidia%d", minor))
+// GPUNodes describes the device nodes of a GPU, and those of its DRM devices.
+func GPUNodes(p nvidia.Paths, gpu device.PCIAddress, minor int) DeviceNodes {
+	nodes := DeviceNodes{
+		//nolint:gosec // NVML's own number
+		numbers: map[uint64]bool{unix.Mkdev(majorNVIDIA, uint32(minor)): true}, like: []string{likeNVIDIA, likeDRM},
+		names: []string{fmt.Sprintf("nvidia%d", minor)},
+	}
+	for _, name := range GraphicsDevices(p.Sysfs, gpu) {
+		var major, minor uint32
+		number := hostfile.ReadTrimmed(filepath.Join(p.Sysfs, "bus/pci/devices", string(gpu), "drm", name, "dev"))
+		if n, _ := fmt.Sscanf(number, "%d:%d", &major, &minor); n == 2 {
+			nodes.numbers[unix.Mkdev(major, minor)] = true
+			nodes.names = append(nodes.names, "dri/"+name)
+		}
 	}
 	return nodes
+}
+
+// And returns the nodes of n and of others.
+func (n DeviceNodes) And(others ...DeviceNodes) DeviceNodes {
+	all := DeviceNodes{numbers: map[uint64]bool{}}
+	for _, one := range append(others, n) {
+		maps.Copy(all.numbers, one.numbers)
+		all.like = append(all.like, one.like...)
+		all.names = append(all.names, one.names...)
+	}
+	slices.Sort(all.like)
+	all.like = slices.Compact(all.like)
+	return all
 }
 
 // Minor returns the N of the device node nvidiaN of a card that NVIDIA's driver has.
@@ -66,7 +90,7 @@ func Minor(p nvidia.Paths, card device.PCIAddress) (int, error) {
 
 // InstanceNodes describes the capability device nodes of a GPU instance and its compute instances.
 func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
-	found := DeviceNodes{numbers: map[uint64]bool{}, like: likeNVIDIA}
+	found := DeviceNodes{numbers: map[uint64]bool{}, like: []string{likeNVIDIA}}
 	major, err := CapabilityMajor(p)
 	if err != nil {
 		return found
@@ -83,7 +107,7 @@ func InstanceNodes(p nvidia.Paths, gpuMinor int, instance uint32) DeviceNodes {
 
 // VFIONodes describes the device nodes at these paths, which VFIO made. Missing ones are left out.
 func VFIONodes(paths ...string) DeviceNodes {
-	found := DeviceNodes{numbers: map[uint64]bool{}, like: likeVFIO}
+	found := DeviceNodes{numbers: map[uint64]bool{}, like: []string{likeVFIO}}
 	for _, path := range paths {
 		if number, is := hostfile.CharDevice(path); is {
 			found.numbers[number] = true
@@ -152,7 +176,7 @@ func (n DeviceNodes) openIn(process string) bool {
 	for _, e := range entries {
 		descriptor := filepath.Join(descriptors, e.Name())
 		target, err := os.Readlink(descriptor)
-		if err != nil || !strings.Contains(target, n.like) {
+		if err != nil || !slices.ContainsFunc(n.like, func(part string) bool { return strings.Contains(target, part) }) {
 			continue
 		}
 		if number, is := hostfile.CharDevice(descriptor); is && n.numbers[number] {
@@ -168,8 +192,8 @@ func (n DeviceNodes) mappedIn(process string) bool {
 	if len(n.names) == 0 {
 		return false
 	}
-	maps, _ := os.ReadFile(filepath.Join(process, "maps"))
-	return slices.ContainsFunc(n.names, func(name string) bool { return strings.Contains(string(maps), "/"+name+"\n") })
+	mapped, _ := os.ReadFile(filepath.Join(process, "maps"))
+	return slices.ContainsFunc(n.names, func(name string) bool { return strings.Contains(string(mapped), "/"+name+"\n") })
 }
 
 // ProcessOf returns what /proc says about a process of the host.

@@ -33,7 +33,7 @@ func TestErrorWaitsForNoProcessThatHangs(t *testing.T) {
 	}()
 	asked := time.Now()
 	for range 2 { // the second call starts no goroutine that hangs, too
-		if users := UsersForError(nvidia.Paths{Proc: proc}, GPUNodes(0)); len(users) > 0 {
+		if users := UsersForError(nvidia.Paths{Proc: proc}, GPUNodes(nvidia.Paths{}, "0000:1b:00.0", 0)); len(users) > 0 {
 			t.Errorf("got users %v of a /proc that does not answer", users)
 		}
 	}
@@ -115,7 +115,9 @@ func TestAFileServerThatIsDownDoesNotStopTheLookForUsers(t *testing.T) {
 	})
 	file.deaf.Store(true)
 	looked := make(chan bool, 1)
-	go func() { looked <- Uses(nvidia.Paths{Proc: "/proc"}, uint32(job.Process.Pid), GPUNodes(0)) }()
+	go func() {
+		looked <- Uses(nvidia.Paths{Proc: "/proc"}, uint32(job.Process.Pid), GPUNodes(nvidia.Paths{}, "0000:1b:00.0", 0))
+	}()
 	select {
 	case uses := <-looked:
 		if uses {
