@@ -102,6 +102,8 @@ type Loop struct {
 	changed chan struct{} // closed at the next change
 	// lastLent maps the GPUs that claims have for virtual machines to when their records last said so.
 	lastLent map[device.PCIAddress]time.Time
+	// remapGaps are the GPUs whose missing row remaps were logged.
+	remapGaps map[device.PCIAddress]bool
 
 	state // of the goroutine that evaluates signals
 }
@@ -127,7 +129,7 @@ func New(ctx context.Context, o Options) *Loop {
 		store:   health.Store{Disk: durable.OS{}, Path: filepath.Join(o.StateDir, "health.json"), BootID: o.BootID},
 		signals: make(chan device.Signal, queueSize), leader: make(chan bool, 1), adminRequests: make(chan adminRequests, 1),
 		rules:   make(chan health.Rules, 1),
-		changed: make(chan struct{}), lastLent: map[device.PCIAddress]time.Time{},
+		changed: make(chan struct{}), lastLent: map[device.PCIAddress]time.Time{}, remapGaps: map[device.PCIAddress]bool{},
 	}
 	l.monitor = health.New(nil, time.Now())
 	l.load(ctx)

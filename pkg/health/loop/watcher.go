@@ -3,6 +3,8 @@ package loop
 import (
 	"context"
 
+	"k8s.io/klog/v2"
+
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
 )
 
@@ -13,6 +15,7 @@ func (l *Loop) Watcher(ctx context.Context) func(running context.Context) error 
 	return func(running context.Context) error {
 		return l.opts.Watch(running, func(s device.Signal) {
 			l.scanIfModeChanged(s.Condition)
+			l.logRemapGap(ctx, s.Condition)
 			// When the plugin stops, its watcher closes the hardware. A signal about that says nothing about
 			// the GPUs' health.
 			if ctx.Err() != nil {
@@ -36,5 +39,25 @@ func (l *Loop) scanIfModeChanged(c *device.Condition) {
 		if g.PCIAddress == c.Card.PCIAddress && g.MIG != nil && *c.MIG != (device.MIGMode{Enabled: g.MIG.Enabled, Pending: g.MIG.Pending}) {
 			l.opts.Inventory.RequestScan()
 		}
+	}
+}
+
+// logRemapGap logs once when a GPU with MIG instances reports no row remaps, which only such a GPU
+// can refuse, and when it reports them again.
+func (l *Loop) logRemapGap(ctx context.Context, c *device.Condition) {
+	if c == nil || c.Reach != device.ReachOK {
+		return
+	}
+	gap := c.Remap == nil && c.MIG != nil && c.MIG.Enabled
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if gap == l.remapGaps[c.Card.PCIAddress] {
+		return
+	}
+	l.remapGaps[c.Card.PCIAddress] = gap
+	if logger := klog.FromContext(ctx); gap {
+		logger.Info("GPU reports no row remaps while it is in MIG mode, so one that is pending or failed stays unnoticed", "gpu", c.Card.String())
+	} else {
+		logger.Info("GPU reports row remaps again", "gpu", c.Card.String())
 	}
 }

@@ -167,10 +167,27 @@ func (p *healthPoller) recovery(handle nvml.Device) (device.RecoveryAction, erro
 }
 
 // remap reads the state of bad memory. Ampere and later cards remap rows, older cards retire pages.
+// A card with MIG instances refuses the function for rows (nvml.h), but may have the fields.
 func (p *healthPoller) remap(handle nvml.Device, c *device.Condition) (err error) {
 	c.Remap, err = query(p, "row remapping", "nvmlDeviceGetRemappedRows", func() (device.Remap, nvml.Return) {
 		_, _, pending, failed, ret := handle.GetRemappedRows()
 		return device.Remap{Pending: pending, Failed: failed}, ret
+	})
+	if c.Remap != nil || err != nil {
+		return err
+	}
+	c.Remap, err = query(p, "row remapping", "nvmlDeviceGetFieldValues", func() (device.Remap, nvml.Return) {
+		values := []nvml.FieldValue{{FieldId: nvml.FI_DEV_REMAPPED_PENDING}, {FieldId: nvml.FI_DEV_REMAPPED_FAILURE}}
+		if ret := handle.GetFieldValues(values); ret != nvml.SUCCESS {
+			return device.Remap{}, ret
+		}
+		for _, v := range values {
+			if ret := nvml.Return(v.NvmlReturn); ret != nvml.SUCCESS { //nolint:gosec // NVML's own number
+				return device.Remap{}, ret
+			}
+		}
+		is := func(v nvml.FieldValue) bool { return binary.LittleEndian.Uint32(v.Value[:]) != 0 }
+		return device.Remap{Pending: is(values[0]), Failed: is(values[1])}, nvml.SUCCESS
 	})
 	if c.Remap != nil || err != nil {
 		return err

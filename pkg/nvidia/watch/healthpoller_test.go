@@ -2,6 +2,7 @@ package watch
 
 import (
 	"encoding/binary"
+	"reflect"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -39,8 +40,8 @@ func TestRecoveryActions(t *testing.T) {
 	} {
 		c := conditionOf(t, func(d *mock.Device) {
 			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
-				if len(values) != 1 || values[0].FieldId != 230 {
-					t.Errorf("queried %v", values)
+				if values[0].FieldId != 230 || len(values) != 1 {
+					return nvml.ERROR_NOT_SUPPORTED // those of row remaps
 				}
 				binary.LittleEndian.PutUint32(values[0].Value[:], number)
 				return nvml.SUCCESS
@@ -56,6 +57,9 @@ func TestRecoveryActions(t *testing.T) {
 	} {
 		c := conditionOf(t, func(d *mock.Device) {
 			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
+				if values[0].FieldId != 230 {
+					return nvml.ERROR_NOT_SUPPORTED
+				}
 				values[0].NvmlReturn = uint32(ret)
 				return nvml.SUCCESS
 			}
@@ -106,6 +110,37 @@ func TestConditionReportsCardState(t *testing.T) {
 		if c.Fabric == nil || c.Fabric.State != device.FabricNotUsed || c.Reach != device.ReachOK || c.MIG == nil ||
 			*c.MIG != (device.MIGMode{Enabled: true, Pending: true}) {
 			t.Errorf("%+v", c)
+		}
+	}
+}
+
+// nvml.h: with MIG instances, nvmlDeviceGetRemappedRows is not supported. Fields say the same.
+func TestRowRemapsOfAPartitionedCardComeFromFields(t *testing.T) {
+	for name, tc := range map[string]struct {
+		values map[uint32]uint32 // of the fields that answer
+		want   *device.Remap
+	}{
+		"none":    {map[uint32]uint32{142: 5, 143: 2, 144: 0, 145: 0}, &device.Remap{}},
+		"pending": {map[uint32]uint32{144: 1, 145: 0}, &device.Remap{Pending: true}},
+		"failed":  {map[uint32]uint32{144: 0, 145: 1}, &device.Remap{Failed: true}},
+		"refused": {nil, nil},
+		"in part": {map[uint32]uint32{144: 1}, nil},
+	} {
+		c := conditionOf(t, func(d *mock.Device) {
+			d.GetMigModeFunc = func() (int, int, nvml.Return) { return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS }
+			d.GetFieldValuesFunc = func(values []nvml.FieldValue) nvml.Return {
+				for i := range values {
+					value, answers := tc.values[values[i].FieldId]
+					if !answers {
+						values[i].NvmlReturn = uint32(nvml.ERROR_NOT_SUPPORTED)
+					}
+					binary.LittleEndian.PutUint32(values[i].Value[:], value)
+				}
+				return nvml.SUCCESS
+			}
+		})
+		if c.Reach != device.ReachOK || !reflect.DeepEqual(c.Remap, tc.want) {
+			t.Errorf("%s: %s %s, %+v, want %+v", name, c.Reach, c.Error, c.Remap, tc.want)
 		}
 	}
 }

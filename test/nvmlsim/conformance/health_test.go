@@ -11,6 +11,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/layout"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/state"
 )
 
@@ -190,6 +191,27 @@ func TestRemappedRowsAndRetiredPages(t *testing.T) {
 	check("after a reset", false, true)
 	_, ret := device.GetRetiredPagesPendingStatus()
 	want(t, "pages of a GPU that remaps rows", ret, nvml.ERROR_NOT_SUPPORTED)
+}
+
+// nvml.h: with MIG instances the remapped rows are not supported. It is silent about the fields.
+func TestRemappedRowsOfAPartitionedGPU(t *testing.T) {
+	for node, answer := range map[string]nvml.Return{"static-mig": nvml.SUCCESS, "awkward": nvml.ERROR_NOT_SUPPORTED} {
+		t.Run(node, func(t *testing.T) {
+			described := readNode(t, node)
+			described.AttachCost.Duration = 0
+			profile := uint32(19) // one slice of an H100
+			described.GPUs[0].MIG = &model.CardMIG{Enabled: true, Instances: []model.CardInstance{{Profile: profile}}}
+			newWorld(t, described)
+			device := devices(t, initialize(t))[0]
+			_, _, _, _, ret := device.GetRemappedRows()
+			want(t, "remapped rows", ret, nvml.ERROR_NOT_SUPPORTED)
+			fields := []nvml.FieldValue{{FieldId: nvml.FI_DEV_REMAPPED_PENDING}, {FieldId: nvml.FI_DEV_REMAPPED_FAILURE}}
+			want(t, "field values", device.GetFieldValues(fields), nvml.SUCCESS)
+			for _, f := range fields {
+				want(t, "field", nvml.Return(f.NvmlReturn), answer)
+			}
+		})
+	}
 }
 
 func TestRetiredPages(t *testing.T) {

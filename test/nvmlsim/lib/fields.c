@@ -41,6 +41,8 @@ static nvmlReturn_t remap_field(const struct nvmlsim_gpu *gpu, nvmlFieldValue_t 
 {
     if (sim_model(gpu)->architecture < NVML_DEVICE_ARCH_AMPERE)
         return NVML_ERROR_NOT_SUPPORTED;
+    if (sim_state()->no_remap_fields && sim_has_instances(gpu))
+        return NVML_ERROR_NOT_SUPPORTED;
     switch (value->fieldId) {
     case NVML_FI_DEV_REMAPPED_COR: return as_uint(value, 0);
     case NVML_FI_DEV_REMAPPED_UNC: return as_uint(value, (uint32_t)LOAD(gpu->ecc_double_aggregate));

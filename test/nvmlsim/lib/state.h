@@ -40,7 +40,7 @@
 #include <stdint.h>
 
 #define NVMLSIM_MAGIC UINT64_C(0x314d49534c4d564e) /* "NVMLSIM1", little endian */
-#define NVMLSIM_LAYOUT 7u
+#define NVMLSIM_LAYOUT 8u
 
 enum {
     NVMLSIM_LOCK_WRITE = 0,
@@ -137,6 +137,7 @@ struct nvmlsim_header {
     uint32_t gsp_timeout_ms;        /* how long a call on a silent GPU takes */
     uint64_t attach_cost_ms;   /* how long the driver takes to open a closed GPU */
     uint32_t vfio_loaded;      /* 1: the kernel has the module vfio_pci */
+    uint32_t no_remap_fields;  /* 1: a GPU with MIG instances refuses the fields of row remaps */
 };
 
 /*

@@ -138,6 +138,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned
     REQUIRE(correctable && uncorrectable && pending && failed);
     if (sim_model(gpu)->architecture < NVML_DEVICE_ARCH_AMPERE) /* older GPUs retire pages instead */
         return NVML_ERROR_NOT_SUPPORTED;
+    if (sim_has_instances(gpu)) /* as nvml.h says */
+        return NVML_ERROR_NOT_SUPPORTED;
     *correctable = 0;
     *uncorrectable = (unsigned int)LOAD(gpu->ecc_double_aggregate);
     *pending = LOAD(gpu->remap_pending);

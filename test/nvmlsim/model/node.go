@@ -60,6 +60,9 @@ type Node struct {
 	// FabricByInstances makes a GPU leave its NVLink fabric with its first GPU instance and return to
 	// it after the last. By default it returns when MIG mode ends.
 	FabricByInstances bool `json:"fabricByInstances,omitempty"`
+	// NoRemapFields makes the field values of row remaps unsupported on a GPU with MIG instances, as
+	// nvmlDeviceGetRemappedRows always is there.
+	NoRemapFields bool `json:"noRemapFields,omitempty"`
 	// EarlyWait makes nvmlEventSetWait report a timeout before the time is over.
 	EarlyWait bool `json:"earlyWait,omitempty"`
 	// LostGPU is what a GPU answers that fell off the bus: lost (the default), unknown or silent.

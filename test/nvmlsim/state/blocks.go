@@ -33,6 +33,7 @@ func (h *Header) blocks(n *model.Node) {
 	h.TopologyStays = flag(n.TopologyStays)
 	h.UUIDBySyspipe = flag(n.UUIDBySyspipe)
 	h.FabricByInstances = flag(n.FabricByInstances)
+	h.NoRemapFields = flag(n.NoRemapFields)
 	h.EarlyWait = flag(n.EarlyWait)
 	h.LostAnswer = uint32(lostAnswerOf(n.LostGPU))
 	h.GSPTimeoutMS = defaultGSPTimeoutMS

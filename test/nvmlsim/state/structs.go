@@ -5,7 +5,7 @@ import "math"
 // The magic number and the version of the state file's format. lib/state.h has the same values.
 const (
 	Magic  uint64 = 0x314d49534c4d564e
-	Layout uint32 = 7
+	Layout uint32 = 8
 
 	lockWrite        = 0
 	lockInUse        = 1
@@ -83,6 +83,7 @@ type Header struct {
 	GSPTimeoutMS        uint32 `c:"gsp_timeout_ms"`
 	AttachCostMS        uint64 `c:"attach_cost_ms"`
 	VFIOLoaded          uint32 `c:"vfio_loaded"`
+	NoRemapFields       uint32 `c:"no_remap_fields"`
 }
 
 // Profile mirrors struct nvmlsim_profile of lib/state.h.
