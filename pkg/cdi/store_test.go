@@ -308,6 +308,12 @@ func TestVersionIsThatOfTheMostDemandingDevice(t *testing.T) {
 	mount := specs.Device{Name: "uid-1-b", ContainerEdits: specs.ContainerEdits{
 		Mounts: []*specs.Mount{{HostPath: "/a", ContainerPath: "/b"}},
 	}}
+	groups := specs.Device{Name: "uid-1-c", ContainerEdits: specs.ContainerEdits{AdditionalGIDs: []uint32{104}}} // since 0.7.0
+	for _, devices := range [][]specs.Device{{groups}, {groups, node}, {node, groups}} {
+		if _, claim, err := Render(specs.ContainerEdits{}, devices); err != nil || !strings.Contains(string(claim), `"cdiVersion":"0.7.0"`) {
+			t.Errorf("%s, %v", claim, err)
+		}
+	}
 	for _, devices := range [][]specs.Device{{node}, {node, mount}, {mount, node}} {
 		_, claim, err := Render(specs.ContainerEdits{}, devices)
 		if err != nil || !strings.Contains(string(claim), `"cdiVersion":"0.5.0"`) {

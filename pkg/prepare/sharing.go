@@ -267,10 +267,11 @@ func (p *Preparer) addClientEdits(edits specs.ContainerEdits, c steps.MPSClient,
 	return edits
 }
 
-// mergeEdits returns a with the environment, device nodes, mounts and hooks of b added.
+// mergeEdits returns a with the environment, device nodes, groups, mounts and hooks of b added.
 func mergeEdits(a, b specs.ContainerEdits) specs.ContainerEdits {
 	a.Env = slices.Concat(a.Env, b.Env)
 	a.DeviceNodes = slices.Concat(a.DeviceNodes, b.DeviceNodes)
+	a.AdditionalGIDs = slices.Concat(a.AdditionalGIDs, b.AdditionalGIDs)
 	a.Mounts = slices.Concat(a.Mounts, b.Mounts)
 	a.Hooks = slices.Concat(a.Hooks, b.Hooks)
 	return a

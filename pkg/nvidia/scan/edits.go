@@ -157,6 +157,7 @@ func (s scanner) ownEdits(handle nvml.Device, g device.GPU, d device.Driver) (ed
 	own, graphics := withoutGraphics(found[0].ContainerEdits), graphicsEdits(s.paths, g.PCIAddress)
 	own.DeviceNodes = append(own.DeviceNodes, graphics.DeviceNodes...)
 	own.Hooks = append(own.Hooks, graphics.Hooks...)
+	own.AdditionalGIDs = append(own.AdditionalGIDs, graphics.AdditionalGIDs...)
 	confined, refused := s.confine(own)
 	own = s.tidy(confined)
 	name := fmt.Sprintf("/dev/nvidia%d", g.Minor)

@@ -29,7 +29,7 @@ func Fingerprint(p nvidia.Paths) string {
 	gpus, err := host.GPUs(p.Sysfs)
 	fmt.Fprintln(h, gpus, err)
 	for _, a := range gpus {
-		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.Binding(p.Sysfs, a), host.GraphicsDevices(p.Sysfs, a))
+		fmt.Fprintln(h, host.Driver(p.Sysfs, a), host.Binding(p.Sysfs, a), drmNodes(p, a))
 	}
 	if p.Passthrough {
 		modules, _ := fs.Glob(os.DirFS(p.Sysfs), "module/*vfio*")

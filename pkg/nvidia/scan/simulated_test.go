@@ -14,6 +14,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/utils/ptr"
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/device"
@@ -337,6 +338,56 @@ func TestNoPartitionGetsDRMNodes(t *testing.T) {
 	}
 	if found["1g.24gb"] != 1 || found["1g.24gb+gfx"] != 2 {
 		t.Errorf("the partitions are %v", found)
+	}
+}
+
+// A program that drops root needs the groups that the host's udev gives the device nodes, as in the
+// specs of nvidia-ctk cdi generate.
+func TestDRMNodesHaveTheHostsGroups(t *testing.T) {
+	s := nvidiatest.NewSiteOf(t, graphicsNode(), layout.Host, "")
+	dri := filepath.Join(s.Root, "machine/dev/dri")
+	for i, tc := range []struct {
+		name        string
+		mode        os.FileMode
+		card        int
+		own, groups []uint32
+	}{
+		{"as udev makes them", 0o660, 44, []uint32{44, 104}, []uint32{44, 104}},
+		{"one group for both", 0o660, 104, []uint32{104, 104}, []uint32{104}},
+		{"for everyone", 0o666, 44, []uint32{44, 104}, nil},
+		{"card is root's", 0o660, 0, []uint32{0, 104}, []uint32{104}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			before := Fingerprint(s.Paths())
+			card, render := filepath.Join(dri, "card34"), filepath.Join(dri, "renderD162")
+			if err := errors.Join(os.Chown(card, 0, tc.card), os.Chmod(card, tc.mode), os.Chmod(render, tc.mode)); err != nil {
+				t.Fatal(err)
+			}
+			if changed := i > 0; (Fingerprint(s.Paths()) != before) != changed {
+				t.Error("the fingerprint ignores groups and modes")
+			}
+			node := mustScan(s)
+			whole := node.GPUs[1].Edits
+			var own []uint32
+			for _, n := range whole.DeviceNodes {
+				switch {
+				case strings.HasPrefix(n.Path, "/dev/dri/"):
+					own = append(own, ptr.Deref(n.GID, 0))
+				case n.GID != nil:
+					t.Errorf("%s has group %d", n.Path, *n.GID)
+				}
+			}
+			if !slices.Equal(own, tc.own) || !slices.Equal(whole.AdditionalGIDs, tc.groups) {
+				t.Errorf("the nodes have the groups %v, the containers %v, want %v and %v", own, whole.AdditionalGIDs, tc.own, tc.groups)
+			}
+			part := node.GPUs[0].MIG.Instances[0]
+			if got := CapabilityEdits(s.Paths(), node.GPUs[0].Edits, part, part.Compute[0]).AdditionalGIDs; len(got) > 0 {
+				t.Errorf("a partition without DRM nodes has the groups %v", got)
+			}
+			if common := node.Common.AdditionalGIDs; len(common) > 0 {
+				t.Errorf("every container has the groups %v", common)
+			}
+		})
 	}
 }
 

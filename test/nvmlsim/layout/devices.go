@@ -35,6 +35,7 @@ type deviceNode struct {
 	name         string
 	major, minor uint32
 	mode         uint32
+	gid          uint32
 	// byOthers is true for a device node that the layout does not create and does not remove.
 	byOthers bool
 }
@@ -229,18 +230,19 @@ func (c *Config) makeNode(folder string, node deviceNode) error {
 	}
 	number := int(unix.Mkdev(node.major, node.minor))
 	var have unix.Stat_t
-	if err := unix.Lstat(path, &have); err == nil {
-		if have.Mode&unix.S_IFMT == unix.S_IFCHR && have.Rdev == uint64(number) {
-			return unix.Chmod(path, node.mode)
-		}
+	is := unix.Lstat(path, &have) == nil
+	if is && (have.Mode&unix.S_IFMT != unix.S_IFCHR || have.Rdev != uint64(number)) {
 		if err := removeNode(path); err != nil {
 			return err
 		}
+		is = false
 	}
-	if err := unix.Mknod(path, unix.S_IFCHR|node.mode, number); err != nil {
-		return fmt.Errorf("mknod %s c %d %d: %w (not allowed here? --plain-devices makes ordinary files)", path, node.major, node.minor, err)
+	if !is {
+		if err := unix.Mknod(path, unix.S_IFCHR|node.mode, number); err != nil {
+			return fmt.Errorf("mknod %s c %d %d: %w (not allowed here? --plain-devices makes ordinary files)", path, node.major, node.minor, err)
+		}
 	}
-	if err := unix.Chmod(path, node.mode); err != nil {
+	if err := errors.Join(unix.Chown(path, 0, int(node.gid)), unix.Chmod(path, node.mode)); err != nil || is {
 		return err
 	}
 	return checkNode(path)

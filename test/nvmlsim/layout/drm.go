@@ -18,6 +18,9 @@ const (
 	firstCard   = 32
 )
 
+// groups are the groups video and render of a Debian host, to which udev gives the device nodes.
+var groups = map[string]uint32{"card": 44, "render": 104}
+
 // drmDevice is a DRM device of a GPU, in /dev/dri and in the drm folder of its PCI device.
 type drmDevice struct {
 	name, kind string
@@ -77,7 +80,8 @@ func (c *Config) applyDRM(v view) error {
 			node := filepath.Join(folder, d.name)
 			byPath := filepath.Join(folder, "by-path", fmt.Sprintf("pci-%s-%s", card.PCI, d.kind))
 			if wanted {
-				if err := c.makeNode(folder, deviceNode{name: d.name, major: majorDRM, minor: d.minor, mode: 0o666}); err != nil {
+				node := deviceNode{name: d.name, major: majorDRM, minor: d.minor, mode: 0o660, gid: groups[d.kind]}
+				if err := c.makeNode(folder, node); err != nil {
 					return err
 				}
 				if err := link(filepath.Join("..", d.name), byPath); err != nil {
