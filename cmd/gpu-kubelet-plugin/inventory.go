@@ -85,7 +85,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 		gpus = append(gpus, g.GPU)
 	}
 	offer.Holders = scan.Users(driver.Paths(cfg), gpus)
-	if err := show(out, format, cfg.NodeName, offer, recordsErr); err != nil {
+	if err := show(out, format, driver.Paths(cfg), cfg.NodeName, offer, recordsErr); err != nil {
 		return err
 	}
 	if offer.Empty() {
@@ -126,7 +126,7 @@ func recordsOf(cfg *config.Config) (preview.Records, error) {
 // show prints the devices of p, and then notChecked. It leaves notChecked out of CDI specs and the
 // model, which describe hardware. recordsErr is nil, or says why the checkpoint records of claims
 // cannot be read.
-func show(out io.Writer, format, nodeName string, p preview.Offer, recordsErr error) error {
+func show(out io.Writer, format string, paths nvidia.Paths, nodeName string, p preview.Offer, recordsErr error) error {
 	notes := notChecked
 	if recordsErr != nil {
 		notes = strings.Replace(notes, "\n", "\n  the plugin's records, so that MIG instances of claims are shown as an "+
@@ -139,7 +139,7 @@ func show(out io.Writer, format, nodeName string, p preview.Offer, recordsErr er
 		}
 		notes = "# " + strings.ReplaceAll(strings.TrimSpace(notes), "\n", "\n# ") + "\n"
 	case "cdi":
-		return writeCDI(out, listed(p.Node))
+		return writeCDI(out, paths, p)
 	case "model":
 		return preview.ModelOf(listed(p.Node)).Write(out)
 	default:
@@ -162,16 +162,19 @@ func listed(node nvidia.Node) nvidia.Node {
 const previewClaim types.UID = "claim"
 
 // writeCDI prints two JSON documents: the base CDI spec, and the CDI spec of an imaginary claim to
-// which every GPU of the node is allocated.
-func writeCDI(out io.Writer, node nvidia.Node) error {
-	if len(node.GPUs) == 0 {
+// which every device that the node offers to containers is allocated. It leaves out partitions that
+// are not created yet, because only their capabilities' numbers make their edits.
+func writeCDI(out io.Writer, paths nvidia.Paths, p preview.Offer) error {
+	var devices []specs.Device
+	for _, name := range p.Devices() {
+		if edits, ok := editsOf(paths, p.Node, name); ok {
+			devices = append(devices, specs.Device{Name: cdi.ClaimDeviceName(previewClaim, name.String(), nil), ContainerEdits: edits})
+		}
+	}
+	if len(devices) == 0 {
 		return nil // A CDI spec without devices would be invalid.
 	}
-	devices := make([]specs.Device, len(node.GPUs))
-	for i, g := range node.GPUs {
-		devices[i] = specs.Device{Name: cdi.ClaimDeviceName(previewClaim, g.WholeName(), nil), ContainerEdits: g.Edits}
-	}
-	base, claim, err := cdi.Render(node.Common, devices)
+	base, claim, err := cdi.Render(p.Node.Common, devices)
 	if err != nil {
 		return err
 	}
@@ -185,4 +188,23 @@ func writeCDI(out io.Writer, node nvidia.Node) error {
 		}
 	}
 	return nil
+}
+
+// editsOf returns the edits of a device for containers. The second result is false for any other,
+// and for a partition that does not exist.
+func editsOf(paths nvidia.Paths, node nvidia.Node, name device.Name) (specs.ContainerEdits, bool) {
+	for _, g := range node.GPUs {
+		switch {
+		case g.WholeName() != name.GPU || name.Passthrough || g.PassthroughOnly():
+		case name.Partition == nil:
+			return g.Edits, true
+		case g.MIG != nil:
+			for _, in := range g.MIG.Instances {
+				if c, ok := in.Part(*name.Partition); ok {
+					return scan.CapabilityEdits(paths, g.Edits, in, c), true
+				}
+			}
+		}
+	}
+	return specs.ContainerEdits{}, false
 }

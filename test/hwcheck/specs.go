@@ -16,7 +16,7 @@ import (
 )
 
 // specSet is the output of `gpu-kubelet-plugin inventory -o cdi`: the base spec, and the spec of a
-// claim with every GPU.
+// claim with every device that the node offers.
 type specSet struct {
 	base, claim specs.Spec
 	cache       *cdi.Cache
@@ -126,7 +126,7 @@ func (s *specSet) missing(hook string) []string {
 			}
 		}
 		for _, n := range e.DeviceNodes {
-			if path := hostPath(n); !isDevice(path) {
+			if path := hostPath(n); n.Major == 0 && !isDevice(path) { // else the runtime makes it by its number
 				missing = append(missing, "device node "+path)
 			}
 		}

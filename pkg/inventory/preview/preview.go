@@ -105,6 +105,17 @@ func (p Offer) addReason(gpu, reason string) {
 // Empty reports whether the node would publish no device.
 func (p Offer) Empty() bool { return len(p.shapes) == 0 }
 
+// Devices returns the names of the devices that the node would publish.
+func (p Offer) Devices() []device.Name {
+	var names []device.Name
+	for _, s := range p.shapes {
+		if n, ok := device.ParseName(s.Name()); ok {
+			names = append(names, n)
+		}
+	}
+	return names
+}
+
 // ownerOf returns the text that the table shows for who created the MIG instance.
 func (p Offer) ownerOf(gpu string, in device.Instance) string {
 	if slices.ContainsFunc(p.owned[gpu], func(o device.Instance) bool { return o.ID == in.ID }) {
