@@ -21,6 +21,8 @@ const (
 	baseDisplay = 0x03
 	// noOverride is what the kernel shows for a function without driver_override.
 	noOverride = "(null)"
+	// unlistedReset stands for the reset methods of a kernel that does not list them.
+	unlistedReset = "unlisted"
 )
 
 // Function is one PCI function.
@@ -57,7 +59,8 @@ type Group struct {
 	// Companions are the other functions of the GPU's slot and of its group, without bridges. They
 	// must be bound to VFIO with the GPU.
 	Companions []Function
-	// ResetMethods are the ways in which the kernel can reset the GPU between two users.
+	// ResetMethods are the ways in which the kernel can reset the GPU between two users. For a kernel
+	// before 5.15, which lists none, it has unlistedReset if the kernel can.
 	ResetMethods []string
 	// VirtualFunctions is how many SR-IOV functions of the GPU are enabled. IsVirtual means that the
 	// GPU is one of them.
@@ -90,7 +93,9 @@ func Read(sysfs string, gpu device.PCIAddress) (Group, error) {
 	if g.Companions, err = companions(sysfs, gpu, group); err != nil {
 		return g, fmt.Errorf("read the companions of %s: %w", gpu, err)
 	}
-	g.ResetMethods = strings.Fields(dir.text("reset_method"))
+	if g.ResetMethods = strings.Fields(dir.text("reset_method")); !dir.has("reset_method") && dir.has("reset") {
+		g.ResetMethods = []string{unlistedReset}
+	}
 	if dir.text("sriov_numvfs") != "" { // else the GPU cannot have any
 		g.VirtualFunctions = dir.number("sriov_numvfs")
 	}
@@ -179,6 +184,12 @@ func readFunction(sysfs string, address device.PCIAddress) (Function, error) {
 type directory struct {
 	path string
 	err  error
+}
+
+// has reports whether the kernel has such a file.
+func (d *directory) has(name string) bool {
+	_, err := os.Lstat(filepath.Join(d.path, name))
+	return err == nil
 }
 
 // text returns a file's content without the line's end, or "" if the kernel has no such file.

@@ -125,6 +125,8 @@ func TestRefusalNamesWhatStandsInTheWay(t *testing.T) {
 		"no IOMMU":          {files: with(gpuFiles("17"), "iommu_group", ""), want: "no IOMMU group"},
 		"unsafe mode":       {files: gpuFiles("17"), want: "without an IOMMU", more: unsafeMode},
 		"no reset":          {files: with(gpuFiles("17"), "reset_method", ""), want: "cannot reset"},
+		"resets disabled":   {files: with(with(gpuFiles("17"), "reset_method", " "), "reset", "1"), want: "cannot reset"},
+		"before Linux 5.15": {files: with(with(gpuFiles("17"), "reset_method", ""), "reset", "1")},
 		"virtual functions": {files: with(gpuFiles("17"), "sriov_numvfs", "4"), want: "4 of its virtual functions"},
 		"a virtual GPU":     {files: with(gpuFiles("17"), "physfn", "0000:1a:00.0"), want: "virtual function of another"},
 		"another vendor":    {files: with(gpuFiles("17"), "vendor", "0x1002"), want: "0x1002"},

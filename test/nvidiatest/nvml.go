@@ -101,6 +101,9 @@ func (c Card) Handle(index int) nvml.Device {
 		},
 		GetBrandFunc: func() (nvml.BrandType, nvml.Return) { return nvml.BRAND_NVIDIA, c.ask("nvmlDeviceGetBrand") },
 		GetArchitectureFunc: func() (nvml.DeviceArchitecture, nvml.Return) {
+			if c.Fabric != nil { // NVML has it for Hopper or newer
+				return nvml.DEVICE_ARCH_HOPPER, c.ask("nvmlDeviceGetArchitecture")
+			}
 			return nvml.DEVICE_ARCH_ADA, c.ask("nvmlDeviceGetArchitecture")
 		},
 		GetCudaComputeCapabilityFunc: func() (int, int, nvml.Return) {

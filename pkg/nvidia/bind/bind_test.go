@@ -342,6 +342,19 @@ func TestCompanionsGoAlongAndHaveLateNodes(t *testing.T) {
 	}
 }
 
+// Kernels before 5.15 have no file reset_method, but reset if they can reset the function.
+func TestKernelWithoutResetMethodsIsAskedForReset(t *testing.T) {
+	s := newSite(t, "vfio-awkward", func(n *model.Node) { n.VFIO.NoResetMethods = true })
+	card := s.Card(0)
+	found := s.look(card)
+	must(t, s.Bind(t.Context(), card, found))
+	s.has(card.PCIAddress, "vfio-pci")
+	must(t, s.Release(t.Context(), card, found))
+	if _, err := s.Look(t.Context(), s.Card(2)); err == nil || !strings.Contains(err.Error(), "cannot reset") {
+		t.Errorf("the GPU without a reset: %v", err)
+	}
+}
+
 func TestMissingModuleIsNamed(t *testing.T) {
 	s := newSite(t, "h100-passthrough", func(n *model.Node) { n.VFIO.Module = model.VFIOUnloaded })
 	if _, err := s.Look(t.Context(), s.Card(0)); err == nil || !strings.Contains(err.Error(), "modprobe vfio_pci") {

@@ -23,6 +23,7 @@ func conditionOf(t *testing.T, change func(*mock.Device)) device.Condition {
 		if !ok {
 			t.Fatal("not a fake")
 		}
+		d.GetArchitectureFunc = func() (nvml.DeviceArchitecture, nvml.Return) { return nvml.DEVICE_ARCH_HOPPER, nvml.SUCCESS }
 		change(d)
 		return d, nvml.SUCCESS
 	}
@@ -110,6 +111,23 @@ func TestConditionReportsCardState(t *testing.T) {
 		if c.Fabric == nil || c.Fabric.State != device.FabricNotUsed || c.Reach != device.ReachOK || c.MIG == nil ||
 			*c.MIG != (device.MIGMode{Enabled: true, Pending: true}) {
 			t.Errorf("%+v", c)
+		}
+	}
+}
+
+// nvml.h: the fabric is for Hopper or newer. What an older card answers about it means nothing.
+func TestFabricOfCardsBeforeHopperIsNotRead(t *testing.T) {
+	for architecture, want := range map[nvml.DeviceArchitecture]bool{
+		nvml.DEVICE_ARCH_AMPERE: false, nvml.DEVICE_ARCH_ADA: false, nvml.DEVICE_ARCH_HOPPER: true, nvml.DEVICE_ARCH_UNKNOWN: true,
+	} {
+		c := conditionOf(t, func(d *mock.Device) {
+			d.GetArchitectureFunc = func() (nvml.DeviceArchitecture, nvml.Return) { return architecture, nvml.SUCCESS }
+			d.GetGpuFabricInfoFunc = func() (nvml.GpuFabricInfo, nvml.Return) {
+				return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_NOT_STARTED}, nvml.SUCCESS
+			}
+		})
+		if (c.Fabric != nil) != want || c.Reach != device.ReachOK {
+			t.Errorf("architecture %d: %+v", architecture, c)
 		}
 	}
 }

@@ -22,8 +22,10 @@ type Function struct {
 	Driver string
 	// IOMMUGroup is nil if the function has none.
 	IOMMUGroup *uint32
-	// ResetMethod is the content of reset_method, or empty.
+	// ResetMethod is the content of reset_method, or empty if the kernel cannot reset the function.
 	ResetMethod string
+	// NoResetMethods means that the kernel has no file reset_method.
+	NoResetMethods bool
 
 	root               string
 	bridges            []string
@@ -109,6 +111,7 @@ func (c *Config) functions(v view) ([]Function, error) {
 			f.drm = c.drmDevices(i)
 		}
 		f.setReset(card.ResetMethod)
+		f.NoResetMethods = c.Node.VFIO.NoResetMethods
 		functions = append(functions, f)
 	}
 	for _, other := range c.Node.Others {
@@ -117,6 +120,7 @@ func (c *Config) functions(v view) ([]Function, error) {
 			IOMMUGroup: other.IOMMUGroup,
 		}
 		f.setReset(other.ResetMethod)
+		f.NoResetMethods = c.Node.VFIO.NoResetMethods
 		if err := f.setIDs(other); err != nil {
 			return nil, err
 		}
@@ -188,7 +192,7 @@ func (f Function) Attributes() map[string]string {
 		"config":   f.configSpace(),
 		"resource": f.resource(),
 	}
-	if f.ResetMethod != "" {
+	if f.ResetMethod != "" && !f.NoResetMethods {
 		files["reset_method"] = f.ResetMethod + "\n"
 	}
 	if f.totalVFs > 0 {

@@ -257,6 +257,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfo(nvmlDevice_t device, nvmlGpu
 {
     ENTER_GPU(device);
     REQUIRE(info);
+    if (sim_model(gpu)->architecture < NVML_DEVICE_ARCH_HOPPER) /* nvml.h: for Hopper or newer */
+        return NVML_ERROR_NOT_SUPPORTED;
     memset(info, 0, sizeof *info);
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
     info->cliqueId = gpu->fabric_clique;
@@ -275,6 +277,8 @@ NVMLSIM_API nvmlReturn_t nvmlDeviceGetGpuFabricInfoV(nvmlDevice_t device, nvmlGp
      */
     if (info->version != nvmlGpuFabricInfo_v2 && info->version != nvmlGpuFabricInfo_v3)
         return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    if (sim_model(gpu)->architecture < NVML_DEVICE_ARCH_HOPPER)
+        return NVML_ERROR_NOT_SUPPORTED;
     memcpy(info->clusterUuid, gpu->fabric_cluster, sizeof gpu->fabric_cluster);
     info->cliqueId = gpu->fabric_clique;
     info->state = fabric_state(gpu);

@@ -19,6 +19,8 @@ type VFIO struct {
 	NodeDelay metav1.Duration `json:"nodeDelay,omitzero"`
 	// Variants are VFIO drivers for particular devices, such as nvgrace-gpu-vfio-pci.
 	Variants []VFIOVariant `json:"variants,omitempty"`
+	// NoResetMethods leaves out the files reset_method, as kernels before 5.15 do.
+	NoResetMethods bool `json:"noResetMethods,omitempty"`
 	// NoIOMMU says that the machine's IOMMU is off: no function has a group. UnsafeNoIOMMU is the
 	// parameter of the module vfio that permits binding then.
 	NoIOMMU       bool `json:"noIOMMU,omitempty"`

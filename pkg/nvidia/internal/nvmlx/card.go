@@ -36,8 +36,12 @@ func CString(chars []int8) string {
 	return string(text)
 }
 
-// FabricInfo reads the state of a card's NVLink fabric.
+// FabricInfo reads the state of a card's NVLink fabric. nvml.h defines it for Hopper or newer, so
+// it is not supported on a card that says that it is older, whatever its driver answers.
 func FabricInfo(lib nvml.Interface, card nvml.Device) (state uint8, status, ret nvml.Return) {
+	if architecture, ret := card.GetArchitecture(); ret == nvml.SUCCESS && architecture < nvml.DEVICE_ARCH_HOPPER {
+		return 0, nvml.SUCCESS, nvml.ERROR_NOT_SUPPORTED
+	}
 	if Has(lib, "nvmlDeviceGetGpuFabricInfoV") {
 		info, ret := card.GetGpuFabricInfoV().V2()
 		return info.State, nvml.Return(info.Status), ret //nolint:gosec // NVML's own number
