@@ -23,7 +23,8 @@ func TestInventoryShowsCDISpecsOfOfferedDevices(t *testing.T) {
 			Edits: specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{node}},
 		}
 	}
-	instance := device.Instance{ID: 7, ProfileID: 19, Placement: device.Placement{Start: 4, Size: 1}, Minor: 66, Compute: []device.ComputeInstance{
+	place := device.Placement{Start: 4, Size: 1}
+	instance := device.Instance{ID: 7, ProfileID: 19, Placement: place, Minor: 66, Compute: []device.ComputeInstance{
 		{Name: "1g.10gb", UUID: "MIG-1", Placement: device.Placement{Size: 1}, Minor: 67},
 	}}
 	profile := device.Profile{ID: 19, Name: "1g.10gb", Size: 1, Starts: []uint32{0, 1, 2, 3, 4, 5, 6}, Slices: 1, MaxInstances: 7}

@@ -101,7 +101,7 @@ func TestOnlyTheLeaderReplacesAGoodBaseSpec(t *testing.T) {
 			t.Fatal(err)
 		}
 		for range 2 { // the second time as a repeated call
-			if answer, err := r.older.driver.requests.PrepareResourceClaims(t.Context(), []*resourceapi.ResourceClaim{c}); err != nil ||
+			if answer, err := r.older.driver.PrepareResourceClaims(t.Context(), []*resourceapi.ResourceClaim{c}); err != nil ||
 				answer[c.UID].Err != nil {
 				t.Errorf("%s: %v, %v", name, err, answer[c.UID].Err)
 			}

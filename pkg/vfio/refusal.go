@@ -26,7 +26,8 @@ func (g Group) Refusal() string {
 	}
 	if g.modesetKeepsGPU() {
 		return fmt.Sprintf("kernel module nvidia_drm has modeset=1, with which driver %s never gives a GPU up: "+
-			"load it with nvidia_drm modeset=0 (/etc/modprobe.d), or install driver 580.105.08 or later", cmp.Or(g.NVIDIADriver, "of unknown version"))
+			"load it with nvidia_drm modeset=0 (/etc/modprobe.d), or install driver 580.105.08 or later",
+			cmp.Or(g.NVIDIADriver, "of unknown version"))
 	}
 	for _, c := range g.Companions {
 		if c.IsDisplay() {

@@ -202,7 +202,8 @@ func (w *world) testSharingPowerCut(t *testing.T) {
 func (w *world) moveHost(t *testing.T, node *cluster.Node) {
 	t.Helper()
 	of := func(path string) string { return filepath.Join(node.VarDir(), strings.TrimPrefix(path, "/var/")) }
-	if err := errors.Join(os.RemoveAll(of(clusterharness.NodeRoot)), os.WriteFile(of(clusterharness.OtherHost), []byte("-2"), 0o600)); err != nil {
+	marked := os.WriteFile(of(clusterharness.OtherHost), []byte("-2"), 0o600)
+	if err := errors.Join(os.RemoveAll(of(clusterharness.NodeRoot)), marked); err != nil {
 		t.Fatal(err)
 	}
 }

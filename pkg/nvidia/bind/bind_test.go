@@ -223,17 +223,17 @@ type watched struct {
 	began chan struct{}     // closed when the watch has begun
 }
 
-func (s *site) startWatch(card device.Card) (w watched, stop func()) {
-	w = watched{s, card, make(chan device.Reach), make(chan struct{})}
+func (s *site) startWatch(card device.Card) (watched, func()) {
+	w := watched{s, card, make(chan device.Reach), make(chan struct{})}
 	begin := sync.OnceFunc(func() { close(w.began) })
 	ctx, cancel := context.WithCancel(s.T.Context())
 	ended := make(chan error, 1)
 	go func() {
 		options := watch.Options{Paths: s.Paths(), Command: s.Role("watch"), Interval: 200 * time.Millisecond, Partitions: s.cards}
 		ended <- watch.Run(ctx, options, func(signal device.Signal) {
-			if w := signal.Watcher; w != nil && !w.Up && !w.Released {
-				s.T.Errorf("a gap in the watch: %s", w.Error)
-			} else if w != nil && w.Up {
+			if now := signal.Watcher; now != nil && !now.Up && !now.Released {
+				s.T.Errorf("a gap in the watch: %s", now.Error)
+			} else if now != nil && now.Up {
 				begin()
 			}
 			if c := signal.Condition; c != nil && c.Card.PCIAddress == card.PCIAddress {

@@ -52,7 +52,8 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 	// Of the GPU's DRM devices, one process has one open, and one has the mapping of a buffer.
 	render := node("dev/dri/renderD129", 226, 129)
 	node("sys/bus/pci/devices/0000:1b:00.0/drm/renderD129/x", 226, 129)
-	if err := os.WriteFile(filepath.Join(root, "sys/bus/pci/devices/0000:1b:00.0/drm/renderD129/dev"), []byte("226:129\n"), 0o600); err != nil {
+	number := filepath.Join(root, "sys/bus/pci/devices/0000:1b:00.0/drm/renderD129/dev")
+	if err := os.WriteFile(number, []byte("226:129\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	process(18, "egl", "0::/", "", render)
@@ -68,7 +69,9 @@ func TestUsersAreFoundByDeviceNumber(t *testing.T) {
 		{PID: 18, Name: "egl"}, {PID: 19, Name: "gbm"},
 	}
 	paths := nvidia.Paths{Proc: filepath.Join(root, "proc"), Sysfs: filepath.Join(root, "sys")}
-	gpus := []device.GPU{{PCIAddress: "0000:1b:00.0", Minor: 3}, {PCIAddress: "0000:43:00.0", Minor: 4}, {PCIAddress: "0000:52:00.0", Minor: 5}}
+	gpus := []device.GPU{
+		{PCIAddress: "0000:1b:00.0", Minor: 3}, {PCIAddress: "0000:43:00.0", Minor: 4}, {PCIAddress: "0000:52:00.0", Minor: 5},
+	}
 	if diff := cmp.Diff(want, Users(paths, gpus[:1])["0000:1b:00.0"]); diff != "" {
 		t.Error(diff)
 	}

@@ -30,7 +30,8 @@ func checkPlatform(p nvidia.Paths) error {
 			"GPUs have no device nodes of their own there, so they cannot be handed out one by one")
 	}
 	family, _ := os.ReadFile(filepath.Join(p.Sysfs, "devices", "soc0", "family"))
-	if _, err := driverroot.Resolve(p.DriverRoot, "etc/nv_tegra_release"); err == nil || bytes.HasPrefix(bytes.ToLower(family), []byte("tegra")) {
+	_, err := driverroot.Resolve(p.DriverRoot, "etc/nv_tegra_release")
+	if err == nil || bytes.HasPrefix(bytes.ToLower(family), []byte("tegra")) {
 		return nvidia.NotReady("keep this driver off such nodes with the chart's nodeSelector or affinity",
 			"this is an NVIDIA Tegra (Jetson) system: its integrated GPU is not supported")
 	}
