@@ -50,4 +50,8 @@ func (w *world) testFilledDisk(t *testing.T) {
 	u.remove("other")
 	w.on(t, smallDisk, "rm", "/var/lib/kubelet/more")
 	w.clean(t, smallDisk)
+	// The Pods of the examples, which choose no node, must go to the other one.
+	if _, err := w.Kubectl(t.Context(), "cordon", smallDisk); err != nil {
+		t.Fatal(err)
+	}
 }
