@@ -59,6 +59,7 @@ func runInventory(ctx context.Context, args []string, out io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("find the program that scans the GPUs: %w", err)
 	}
+	driver.FindHooks(cfg)
 	node, err := scan.Isolated(driver.Paths(cfg), self, driver.ScanCommand)(ctx)
 	var unready *nvidia.NotReadyError
 	if errors.As(err, &unready) && len(unready.Passthrough) > 0 { // virtual machines need no NVIDIA driver

@@ -21,6 +21,7 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/durable"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/metrics"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/scan"
+	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/uninstall"
 )
 
 // idleInterval is how often a plugin on a node without an NVIDIA GPU looks for one again.
@@ -75,12 +76,19 @@ func serve(ctx context.Context, args []string, _ io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("find the plugin's own binary, whose child processes access the hardware: %w", err)
 	}
+	// While this process has the lock, no other instance removes the hooks for an uninstallation.
+	placing, err := uninstall.AcquireInstanceLock(ctx, cfg.PluginDir)
+	if err != nil {
+		return err
+	}
+	driver.PlaceHooks(ctx, cfg)
 	partitions := driver.NewPartitions(cfg, executable, m)
 	d, err := driver.New(ctx, cfg, driver.Parts{
 		Client: client, StatusClient: statusClient, Hardware: driver.NewHardware(cfg, executable),
 		Partitions: partitions, StopWorkers: partitions.StopWorkers, Binder: driver.NewBinder(cfg, executable, partitions),
 		Watch: driver.NewWatch(cfg, executable, partitions), Metrics: m,
 	})
+	placing.Release() // the driver has a lock of its own
 	if err != nil {
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"math"
 	"net"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -31,10 +32,17 @@ func (c *Config) complete() {
 	if c.DriverRootMount == "" {
 		c.DriverRootMount = c.DriverRoot
 	}
-	if c.HookPath == "" {
-		c.HookPath = filepath.Join(c.PluginDir, "bin", "nvidia-cdi-hook")
+	if c.HookPath != "" {
+		c.HookDirs = []string{filepath.Dir(c.HookPath)}
+	} else {
+		c.HookDirs = append(slices.Clone(OwnHookDirs), filepath.Join(c.PluginDir, "bin"))
 	}
 }
+
+// OwnHookDirs are the directories of the host that hooks are installed in by default. Every host
+// can write to both. A distribution may mount /run noexec (Debian, Ubuntu) or /var
+// (Container-Optimized OS). Not every host has /opt.
+var OwnHookDirs = []string{"/var/lib/gpu-dra-driver", "/run/gpu-dra-driver"}
 
 // MPSHookPath returns the path on the host of gpu-mps, which limits the GPU memory of containers.
 // It is in the same directory as nvidia-cdi-hook.

@@ -3,8 +3,11 @@ package config
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
 )
 
 func write(t *testing.T, content string) string {
@@ -55,11 +58,18 @@ func TestDerivedValues(t *testing.T) {
 	if c.DriverRootMount != "/run/nvidia/driver" {
 		t.Errorf("driver root as mounted: %q", c.DriverRootMount)
 	}
-	if c.HookPath != "/k0s/plugins/gpu.nvidia.com/bin/nvidia-cdi-hook" {
-		t.Errorf("hook path: %q", c.HookPath)
+	if diff := cmp.Diff(append(slices.Clone(OwnHookDirs), "/k0s/plugins/gpu.nvidia.com/bin"), c.HookDirs); diff != "" {
+		t.Error("directories of the hooks:", diff)
 	}
 	if c.StateDir() != "/k0s/plugins/gpu.nvidia.com/state" {
 		t.Errorf("state directory: %q", c.StateDir())
+	}
+	c, err = Load("test", []string{"--hook-path=/opt/bin/nvidia-cdi-hook"}, environment{}.lookup, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"/opt/bin"}, c.HookDirs); diff != "" {
+		t.Error("directories of the hooks:", diff)
 	}
 }
 

@@ -31,15 +31,20 @@ type Config struct {
 	ProcRoot        string
 	CgroupRoot      string
 	HookSource      string
-	HookPath        string
-	LdconfigPath    string
-	DevCharDir      string
-	MPSHookSource   string
-	MPS             bool
-	CRISocket       string
-	ReleaseLabels   string
-	ClaimGrace      time.Duration
-	ClaimStatus     bool
+	// HookPath is the path of nvidia-cdi-hook on the host, once the plugin has installed it in one of
+	// HookDirs. Before that it is the setting, which may be empty.
+	HookPath string
+	// HookDirs are where the plugin may install the hooks, at the same path on the host. They follow
+	// from HookPath and PluginDir.
+	HookDirs      []string
+	LdconfigPath  string
+	DevCharDir    string
+	MPSHookSource string
+	MPS           bool
+	CRISocket     string
+	ReleaseLabels string
+	ClaimGrace    time.Duration
+	ClaimStatus   bool
 
 	RequireValidation bool
 	// SettingsFile is the file with Settings, which has the defaults if there is no file.
@@ -131,8 +136,9 @@ func (c *Config) Fields() []Field {
 			"container as a whole to its fraction of a GPU's memory. Empty means to limit only single processes")
 	path(&c.HookSource, "hook-source", "the nvidia-cdi-hook binary in this image")
 	emptyOrPath(&c.HookPath, "hook-path",
-		"where nvidia-cdi-hook is installed, at the same path on the host; empty means bin/nvidia-cdi-hook in the "+
-			"plugin directory")
+		"where nvidia-cdi-hook is installed, at the same path on the host, in a directory named by its content: "+
+			"/opt/bin/nvidia-cdi-hook becomes /opt/bin/hooks-…/nvidia-cdi-hook. Empty means the first of /var/lib/gpu-dra-driver, "+
+			"/run/gpu-dra-driver and bin in the plugin directory where every user of the host can run it")
 	emptyOrPath(&c.LdconfigPath, "ldconfig-path",
 		"path of ldconfig on the host, which a hook runs for each container; empty means /sbin/ldconfig")
 	emptyOrPath(&c.DevCharDir, "dev-char-dir",

@@ -97,7 +97,8 @@ func newNode(t *testing.T) *node {
 	cfg.RegistrarDir = filepath.Join(dir, "registry")
 	cfg.CDIRoot = filepath.Join(dir, "cdi")
 	cfg.HookSource, cfg.MPSHookSource = "/bin/true", "/bin/true"
-	cfg.HookPath = filepath.Join(cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	cfg.HookDirs = []string{filepath.Join(cfg.PluginDir, "bin")}
+	cfg.HookPath = filepath.Join(cfg.HookDirs[0], "hooks-1", "nvidia-cdi-hook")
 	cfg.DriverRootMount = cfg.DriverRoot
 	for _, d := range []string{cfg.StateDir(), cfg.RegistrarDir, cfg.CDIRoot} {
 		if err := os.MkdirAll(d, 0o755); err != nil {

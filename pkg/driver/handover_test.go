@@ -19,6 +19,7 @@ func newHandover(t *testing.T) *handover {
 	older := newHealthNode(t)
 	cfg := *older.cfg
 	cfg.PodUID, cfg.HookSource = "newer", "/bin/false" // the newer instance has another hook binary
+	cfg.HookPath = filepath.Join(cfg.HookDirs[0], "hooks-2", "nvidia-cdi-hook")
 	newer := &healthNode{node: &node{cfg: &cfg, client: older.client, probe: NewProbe()}}
 	newer.setHardware("driver", twoGPUs)
 	older.run(t)
@@ -90,29 +91,27 @@ func TestFormerLeaderSeesRepairedHook(t *testing.T) {
 	r.expectOlderLeadsAgain(t)
 }
 
-func TestFormerLeaderSeesBrokenHook(t *testing.T) {
+// Each instance keeps the hook that its claims' specs name, whichever instance leads.
+func TestInstancesOfTwoVersionsKeepTheirHooks(t *testing.T) {
 	t.Parallel()
 	r := newHandover(t)
 	r.startNewer(t)
-	eventually(t, "the newer instance installs its hook", func() bool { return sameFiles(t, r.newer.cfg.HookSource, r.older.cfg.HookPath) })
-	if err := os.Chmod(r.older.cfg.HookPath, 0o644); err != nil {
+	eventually(t, "the newer instance installs its hook", func() bool { return sameFiles(t, r.newer.cfg.HookSource, r.newer.cfg.HookPath) })
+	if err := os.Remove(r.older.cfg.HookPath); err != nil {
 		t.Fatal(err)
 	}
-	r.expectOlder(t, false, "not executable")
-	if !sameFiles(t, r.newer.cfg.HookSource, r.older.cfg.HookPath) {
+	r.older.setHardware("hook gone", twoGPUs)
+	older := r.older.cfg
+	eventually(t, "the older instance installs its hook again", func() bool { return sameFiles(t, older.HookSource, older.HookPath) })
+	if !sameFiles(t, r.newer.cfg.HookSource, r.newer.cfg.HookPath) {
 		t.Error("the older instance overwrote the newer one's hook")
 	}
-	if err := os.Chmod(r.older.cfg.HookPath, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	r.expectOlder(t, true, "ready")
 	r.expectOlderLeadsAgain(t)
 }
 
 func TestFormerLeaderLeadsAgain(t *testing.T) {
 	t.Parallel()
 	r := newHandover(t)
-	r.newer.cfg.HookPath = filepath.Join(r.newer.cfg.PluginDir, "bin-newer", "nvidia-cdi-hook")
 	unblock := r.blockHook(t)
 	r.startNewer(t)
 	unblock()

@@ -1,8 +1,6 @@
 package driver
 
 import (
-	"path/filepath"
-
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/cdi"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/config"
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/mps"
@@ -34,5 +32,5 @@ func MPSPaths(cfg *config.Config) mps.Paths {
 // visiblePath returns a function that converts the path of a file on the host to its path in the
 // plugin's container. The plugin's own directories have the same path in both.
 func visiblePath(cfg *config.Config) cdi.Mapper {
-	return Paths(cfg).Mapper(cfg.PluginDir, filepath.Dir(cfg.HookPath))
+	return Paths(cfg).Mapper(append([]string{cfg.PluginDir}, cfg.HookDirs...)...)
 }

@@ -134,7 +134,8 @@ func (n *node) setKubeletRoot(t *testing.T, length int) {
 	root := filepath.Join(dir, strings.Repeat("k", max(1, length-len(dir)-1)))
 	n.cfg.PluginDir = filepath.Join(root, "plugins", DriverName)
 	n.cfg.RegistrarDir = filepath.Join(root, "plugins_registry")
-	n.cfg.HookPath = filepath.Join(n.cfg.PluginDir, "bin", "nvidia-cdi-hook")
+	n.cfg.HookDirs = []string{filepath.Join(n.cfg.PluginDir, "bin")}
+	n.cfg.HookPath = filepath.Join(n.cfg.HookDirs[0], "hooks-1", "nvidia-cdi-hook")
 	for _, d := range []string{n.cfg.StateDir(), n.cfg.RegistrarDir} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			t.Fatal(err)

@@ -210,7 +210,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 		base: base,
 		checks: []nodeview.Check{
 			base, // first: Prepare relies on it soon after a scan
-			nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath, NewerLeads: lead.NewerLeads},
+			nodeview.HookCheck{CDI: cdiHook, MPS: mpsHook, Path: cfg.HookPath},
 			nodeview.RuntimeCheck{Socket: cfg.CRISocket, CDIRoot: cfg.CDIRoot},
 		},
 		node: node, leader: lead, reconciler: reconciling, events: recorder, metrics: parts.Metrics,
@@ -241,7 +241,7 @@ func New(ctx context.Context, cfg *config.Config, parts Parts) (*Driver, error) 
 			Client: parts.Client, Namespace: cfg.Namespace, DaemonSet: cfg.DaemonSetName,
 			Node: cfg.NodeName, PluginDir: cfg.PluginDir, StateDir: cfg.StateDir(),
 			Lock: instanceLock, Claims: claims, Use: access.Use, Snapshot: node.Snapshot, StopDaemons: supervisor.StopAll,
-			RemoveFiles: []func() error{specs.RemoveBase, described.RemoveAll, cdiHook.Remove, mpsHook.Remove}, EventNow: recorder.EventNow,
+			RemoveFiles: []func() error{specs.RemoveBase, described.RemoveAll, removeHooks(cfg)}, EventNow: recorder.EventNow,
 		},
 	}, nil
 }

@@ -2,6 +2,10 @@
 // The container runtime runs the program on the host when it creates a container with a GPU, so the
 // plugin must copy it there from its image.
 //
+// [Choose] finds a directory of the host in which every user can run the program, and [DirName]
+// names a directory in it by the programs' contents. So plugin instances of two versions each have
+// their own file, and a running container's CDI spec names the file with which it was made.
+//
 // [Hook.Install] replaces the file only if its bytes differ, and atomically, because a container
 // may be starting. [Hook.Check] returns what would keep the host from running the program. The CDI
 // edits name the hooks to run.
@@ -68,9 +72,7 @@ func (h *Hook) install() (changed bool, err error) {
 	if err := os.MkdirAll(filepath.Dir(target), 0o755); err != nil {
 		return false, fmt.Errorf("create the hook's directory on the host: %w", err)
 	}
-	// The container runtime runs the hook as root, so no other user may be able to change files in
-	// this directory.
-	if err := durable.CheckDir(filepath.Dir(target)); err != nil {
+	if err := checkDirs(target); err != nil {
 		return false, fmt.Errorf("use the hook's directory on the host: %w", err)
 	}
 	if durable.CheckFile(target) == nil {
@@ -97,6 +99,13 @@ func executable(path string) bool {
 	return err == nil && (info.Mode().Perm() == mode || os.Chmod(path, mode) == nil)
 }
 
+// checkDirs returns an error if another user can change the hook's directory, or the one above. The
+// container runtime runs the hook as root.
+func checkDirs(target string) error {
+	dir := filepath.Dir(target)
+	return errors.Join(durable.CheckDir(filepath.Dir(dir)), durable.CheckDir(dir))
+}
+
 // Check returns an error if the host cannot run the hook: the file is missing, is not executable,
 // or is on a file system mounted noexec. It also returns an error if another user than root can
 // change the file.
@@ -114,7 +123,7 @@ func (h *Hook) Check() error {
 	case info.Mode().Perm()&0o111 == 0:
 		return fmt.Errorf("hook %s is not executable: remove it, the plugin installs it when it starts", target)
 	}
-	if err := errors.Join(durable.CheckDir(filepath.Dir(target)), durable.CheckFile(target)); err != nil {
+	if err := errors.Join(checkDirs(target), durable.CheckFile(target)); err != nil {
 		return fmt.Errorf("the hook on the host: %w", err)
 	}
 	var mount unix.Statfs_t
@@ -124,17 +133,6 @@ func (h *Hook) Check() error {
 	if mount.Flags&unix.ST_NOEXEC != 0 {
 		return fmt.Errorf("hook %s is on a file system mounted noexec, so the container runtime cannot run it: "+
 			"set the hook path to a directory that allows execution", target)
-	}
-	return nil
-}
-
-// Remove removes the hook from the host, and unfinished copies of killed installations. If they are
-// missing, it succeeds. No other plugin instance may be installing the hook.
-func (h *Hook) Remove() error {
-	for _, path := range append(h.unfinished(), h.target) {
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove the hook from the host: %w", err)
-		}
 	}
 	return nil
 }

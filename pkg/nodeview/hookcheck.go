@@ -15,14 +15,12 @@ type Hook interface {
 	Check() error
 }
 
-// HookCheck installs the hook binaries on the host, unless a newer plugin instance leads and does
-// that. If the CDI hook is missing there or the host must not execute it, no container with a GPU
-// can start.
+// HookCheck installs the hook binaries on the host. If the CDI hook is missing there or the host
+// must not execute it, no container with a GPU can start.
 type HookCheck struct {
 	CDI, MPS Hook
 	// Path is where the CDI hook is installed.
-	Path       string
-	NewerLeads func() bool
+	Path string
 }
 
 // Source implements [Check].
@@ -30,11 +28,7 @@ func (h HookCheck) Source() string { return "hook" }
 
 // Look implements [Check].
 func (h HookCheck) Look(ctx context.Context) (*Condition, bool) {
-	newerLeads, changed := h.NewerLeads(), false
-	var err error
-	if !newerLeads {
-		changed, err = h.CDI.Install()
-	}
+	changed, err := h.CDI.Install()
 	if err == nil {
 		err = h.CDI.Check()
 	}
@@ -43,9 +37,6 @@ func (h HookCheck) Look(ctx context.Context) (*Condition, bool) {
 	}
 	if changed {
 		klog.FromContext(ctx).Info("Installed the CDI hook on the host", "path", h.Path)
-	}
-	if newerLeads {
-		return nil, true
 	}
 	// Only MPS shares with a limited part of the GPU's memory need the MPS hook. If it cannot be
 	// installed, only the claims for such shares fail.

@@ -85,7 +85,8 @@ func checkMounts(t *testing.T, cfg *config.Config, pod corev1.PodSpec) {
 		return filepath.Join(source, strings.TrimPrefix(inside, best))
 	}
 	for what, path := range map[string]string{
-		"plugin directory": cfg.PluginDir, "registration directory": cfg.RegistrarDir, "CDI root": cfg.CDIRoot, "hook": cfg.HookPath,
+		"plugin directory": cfg.PluginDir, "registration directory": cfg.RegistrarDir, "CDI root": cfg.CDIRoot,
+		"directory of the hooks": cfg.HookDirs[0], "last directory of the hooks": cfg.HookDirs[len(cfg.HookDirs)-1],
 	} {
 		if got := host(path); got != path {
 			t.Errorf("%s: %s in the container is %q on the host, want the same path", what, path, got)

@@ -97,7 +97,9 @@ const OtherHost = "/var/lib/other-host"
 // Node returns the options of a cluster's node that has the GPUs of the node file model. more are
 // further flags of nvmlsim layout up.
 func (s *Simulator) Node(name, model string, more ...string) cluster.NodeOptions {
-	seeded := `exec "$@" --seed "$NODE_NAME$(cat ` + OtherHost + ` 2>/dev/null)"`
+	// The plugin runs the hooks in the host's root, which is that of the node's first process.
+	first := NodeRoot + "/proc/1"
+	seeded := `"$@" --seed "$NODE_NAME$(cat ` + OtherHost + ` 2>/dev/null)" && mkdir -p ` + first + ` && mount --bind /proc/1 ` + first
 	hook := append([]string{"/bin/sh", "-c", seeded, "sh"}, s.LayoutUp(NodeRoot, model, more...)...)
 	return cluster.NodeOptions{Name: name, BootHook: hook}
 }

@@ -137,8 +137,8 @@ func (w *world) testForced(t *testing.T, u tenant, bare map[string][]string) {
 func (u tenant) goesOnWithoutPlugin(h holding) {
 	u.t.Helper()
 	left := u.traces(u.t)["gpu1"]
-	for _, need := range []string{baseSpec, claimSpecPath(h.claimUID), pluginDir + "/bin/nvidia-cdi-hook"} {
-		if !slices.Contains(left, need) {
+	for _, need := range []string{baseSpec, claimSpecPath(h.claimUID), cdiHook} {
+		if !slices.ContainsFunc(left, func(path string) bool { ok, _ := filepath.Match(need, path); return ok }) {
 			u.t.Errorf("%s is gone, which Pod %s needs", need, h.pod)
 		}
 	}
@@ -256,7 +256,9 @@ func (w *world) traces(t *testing.T) map[string][]string {
 			"sh",
 			"-c",
 			`find /etc /opt /srv /usr/local /usr/bin /dev `+filepath.Dir(pluginDir)+` `+registrarDir+` `+cdiRoot+`/ `+clusterharness.NodeRoot+` \
+			/var/lib/gpu-dra-driver /run/gpu-dra-driver \
 			-path /dev/pts -prune -o -path /dev/char -prune -o -path /dev/shm -prune -o -path /opt/cluster -prune \
+			-o -path "*/nvmlsim/proc/1" -prune \
 			-o ! -path `+cdiRoot+`/ -print 2>/dev/null | sort`,
 		)
 		found[node] = strings.Fields(out)

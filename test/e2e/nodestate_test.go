@@ -26,6 +26,8 @@ const (
 	registrarDir = "/var/lib/kubelet/plugins_registry"
 	cdiRoot      = "/var/run/cdi"
 	baseSpec     = cdiRoot + "/k8s.gpu.nvidia.com-base.json"
+	// cdiHook is the pattern of the path of nvidia-cdi-hook.
+	cdiHook = "/var/lib/gpu-dra-driver/hooks-*/nvidia-cdi-hook"
 )
 
 func claimSpecPath(claimUID string) string {

@@ -19,7 +19,6 @@ const (
 	broken = "broken"
 
 	notReadyKey = "gpu.nvidia.com/not-ready"
-	hookPath    = pluginDir + "/bin/nvidia-cdi-hook"
 )
 
 // noticedWithin limits the time until the plugin notices a broken CDI hook or container runtime.
@@ -213,9 +212,9 @@ func hookGone(w *world) cause {
 	return cause{
 		name: "a hook that cannot run", code: "hook-missing", says: "hook", taintedWithin: noticedWithin,
 		begin: func(t *testing.T, node string) {
-			w.on(t, node, "sh", "-c", "rm "+hookPath+" && mkdir -p "+hookPath+"/full")
+			w.on(t, node, "sh", "-c", "hook=$(ls "+cdiHook+") && rm $hook && mkdir -p $hook/full")
 		},
-		end: func(t *testing.T, node string) { w.on(t, node, "rm", "-r", hookPath) },
+		end: func(t *testing.T, node string) { w.on(t, node, "sh", "-c", "rm -r "+cdiHook) },
 	}
 }
 

@@ -222,11 +222,16 @@ Feature Discovery's default configuration (PCI class 0302 or 0300, vendor 10de).
 {{- end -}}
 
 {{/*
-Directory of the hook if it lies outside the plugin's directories and needs its own mount. The mount
-must hide neither the image's files nor another mount of the container.
+The host's directories for hooks that need a mount of their own, as YAML: volume: directory. By
+default the plugin chooses between the one in /var/lib and the one in /run, since a distribution may
+mount either noexec. Every host can make both, but not one in /opt. A directory that the user
+chooses must hide neither the image's files nor another mount of the container.
 */}}
-{{- define "gpu-dra-driver.hookDir" -}}
-{{- if and .Values.hookPath (not (hasPrefix (printf "%s/" (include "gpu-dra-driver.pluginsDir" .)) .Values.hookPath)) -}}
+{{- define "gpu-dra-driver.hookDirs" -}}
+{{- if not .Values.hookPath -}}
+hooks: /var/lib/gpu-dra-driver
+hooks-run: /run/gpu-dra-driver
+{{- else if (not (hasPrefix (printf "%s/" (include "gpu-dra-driver.pluginsDir" .)) .Values.hookPath)) -}}
 {{- $dir := dir .Values.hookPath -}}
 {{- $image := "/|/usr|(/usr)?/(s?bin|lib(64)?(/[^/]+-linux-gnu)?)|/etc|/var|(/var)?/run" -}}
 {{- $mounts := "/(etc/gpu-dra-driver|(var/)?run/secrets|dev|proc|sys|host|driver-root)(/.*)?" -}}
@@ -235,7 +240,7 @@ must hide neither the image's files nor another mount of the container.
     "container, where it would hide files that the plugin needs." -}}
 {{- fail (print $problem " Choose a directory for the hook alone, such as /opt/nvidia/bin, or leave hookPath empty") -}}
 {{- end -}}
-{{- $dir -}}
+hooks: {{ $dir }}
 {{- end -}}
 {{- end -}}
 
