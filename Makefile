@@ -205,8 +205,9 @@ test-mutants: toolchain ## Fail unless the schedules find each mutant of the cod
 .PHONY: test-sim
 test-sim: toolchain ## The simulated GPU library with all that runs on it, and the golden outputs
 	$(MAKE) --no-print-directory -C test/nvmlsim
+	@$(NEED) crun || echo "crun cannot be installed: no container runs with it"
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -p 4 -short ./test/nvmlsim/... ./test/hwcheck/... ./test/faults/... ./test/allocation/... ./test/golden/...
+	HELM=$$helm $(GOTEST) -p 4 -short ./test/nvmlsim/... ./test/hwcheck/... ./test/containers/... ./test/faults/... ./test/allocation/... ./test/golden/...
 	cd test/prometheus && go vet ./... && go test ./...
 
 # Tests make a release of their own, so that they do not replace a signed one.
