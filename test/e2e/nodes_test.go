@@ -226,6 +226,17 @@ func (w *world) testPlainHost(t *testing.T) {
 			t.Errorf("device node %s is taken from %q, want the same path on the host", n.Path, n.HostPath)
 		}
 	}
+	t.Run("a Pod with its own user namespace", w.testUserNamespace)
+}
+
+// testUserNamespace starts a Pod whose CDI hooks the runtime runs as an ordinary user of the host.
+func (w *world) testUserNamespace(t *testing.T) {
+	ns := w.namespace(t)
+	w.apply(t, ns, strings.Replace(podOn("first", nodePlain), "restartPolicy: Never", "restartPolicy: Never\n  hostUsers: false", 1))
+	w.hasEverything(t, ns, nodePlain, "/usr")
+	if ids := strings.Fields(w.mustExec(t, ns, "first", "", "cat", "/proc/self/uid_map")); len(ids) < 2 || ids[1] == "0" {
+		t.Errorf("the container's root is user %v of the host, so this test proves nothing", ids)
+	}
 }
 
 const deepRoot = "/var/snap/microk8s/common/var/lib/kubelet"

@@ -32,6 +32,14 @@ func hideHostValues() error {
 	if err := os.MkdirAll("/run/machine", 0o755); err != nil {
 		return err
 	}
+	// The files of the machine's own cover parts of /proc. The kernel lets a user namespace mount a
+	// new proc, as for a Pod with hostUsers: false, only if the machine has one without covers too.
+	if err := os.MkdirAll("/run/machine/proc", 0o755); err != nil {
+		return err
+	}
+	if err := mount("proc", "/run/machine/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
+		return err
+	}
 	for path, value := range values {
 		if _, err := os.Stat(path); err != nil {
 			continue // this kernel has no such setting
