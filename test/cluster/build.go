@@ -68,6 +68,16 @@ func BuildProgram(ctx context.Context, program string, options Options, output i
 	if err != nil {
 		return "", err
 	}
+	return buildProgram(ctx, program, versions, output)
+}
+
+// BuildNvidiaCTK builds nvidia-ctk of the NVIDIA Container Toolkit, which no cluster runs, in this
+// version. Empty means the version that tools/nvidia-ctk/go.mod pins.
+func BuildNvidiaCTK(ctx context.Context, version string, output io.Writer) (string, error) {
+	return buildProgram(ctx, "nvidia-ctk", toolchain.Versions{ContainerToolkit: version}, output)
+}
+
+func buildProgram(ctx context.Context, program string, versions toolchain.Versions, output io.Writer) (string, error) {
 	source, cache, err := findBuild()
 	if err != nil {
 		return "", err

@@ -77,8 +77,8 @@ func TestPinnedVersionComesFromPinnedModule(t *testing.T) {
 		}
 	}
 	for _, tool := range tools {
-		got := Versions{Kubernetes: "v1.37.0", Containerd: "v1.7.35"}.of(tool)
-		if want := map[string]string{"kubernetes": "v1.37.0", "containerd": "v1.7.35"}[tool.name]; got != want {
+		got := Versions{Kubernetes: "v1.37.0", Containerd: "v1.7.35", ContainerToolkit: "v1.19.1"}.of(tool)
+		if want := map[string]string{"kubernetes": "v1.37.0", "containerd": "v1.7.35", "nvidia-ctk": "v1.19.1"}[tool.name]; got != want {
 			t.Errorf("%s is built in version %q, want %q", tool.name, got, want)
 		}
 	}

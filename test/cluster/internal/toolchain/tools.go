@@ -24,9 +24,13 @@ type tool struct {
 	ldflags  func(version string) string // nil means stripped
 	links    []string                    // names of links to the binary, if one serves as all programs
 	seccomp  bool                        // whether its C code needs libseccomp
+	cgo      bool                        // whether it has C code
+	extra    bool                        // whether no cluster runs it
 }
 
 const stripped = "-s -w"
+
+const toolkitModule = "github.com/NVIDIA/nvidia-container-toolkit"
 
 // tools are built in this order. Kubernetes, the longest compilation, comes first, because the
 // others use many of the same packages.
@@ -58,6 +62,10 @@ var tools = []tool{
 		tags: "seccomp netgo osusergo", ldflags: func(string) string { return stripped + " -extldflags -static" }, seccomp: true,
 	},
 	{name: "helm", programs: []string{"helm"}, packages: []string{"helm.sh/helm/v4/cmd/helm"}, module: "helm.sh/helm/v4"},
+	{
+		name: "nvidia-ctk", programs: []string{"nvidia-ctk"}, packages: []string{toolkitModule + "/cmd/nvidia-ctk"}, module: toolkitModule,
+		own: "nvidia-ctk", cgo: true, extra: true,
+	},
 }
 
 // containerdTool builds containerd from this Go module, whose path has its major version. Its tool
@@ -94,9 +102,9 @@ const (
 	PinnedContainerd = "v2.3.7"
 )
 
-// Versions select the versions of Kubernetes' and containerd's programs, like v1.37.2. Empty means
-// the version that a tool module pins.
-type Versions struct{ Kubernetes, Containerd string }
+// Versions select the versions of Kubernetes', containerd's and the NVIDIA Container Toolkit's
+// programs, like v1.37.2. Empty means the version that a tool module pins.
+type Versions struct{ Kubernetes, Containerd, ContainerToolkit string }
 
 // of returns the wanted version of a tool's programs. Empty means the pinned one.
 func (v Versions) of(tool tool) string {
@@ -105,6 +113,8 @@ func (v Versions) of(tool tool) string {
 		return v.Kubernetes
 	case "containerd":
 		return v.Containerd
+	case "nvidia-ctk":
+		return v.ContainerToolkit
 	}
 	return ""
 }
@@ -113,7 +123,7 @@ func (v Versions) of(tool tool) string {
 type Programs map[string]string
 
 // BuildTools builds the tools that provide the named programs and are not in the cache. Without
-// names it builds all tools. source is the folder of this repository's test/cluster.
+// names it builds all tools of a cluster. source is the folder of this repository's test/cluster.
 func (c *Cache) BuildTools(
 	ctx context.Context, source string, versions Versions, progress *Progress, names ...string,
 ) (Programs, error) {
@@ -163,9 +173,9 @@ func (c *Cache) moduleOf(ctx context.Context, tool tool, pinned, version string,
 }
 
 // wanted reports whether the tool provides one of the named programs. If names is empty, it is true
-// for every tool.
+// for every tool of a cluster.
 func (t tool) wanted(names []string) bool {
-	return len(names) == 0 || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
+	return len(names) == 0 && !t.extra || slices.ContainsFunc(t.programs, func(program string) bool { return slices.Contains(names, program) })
 }
 
 // key returns the tool's cache key over all inputs of its build. identity names the Go toolchain,
@@ -204,6 +214,9 @@ func (c *Cache) buildTool(ctx context.Context, tool tool, module, dir string, pr
 		ldflags:  tool.flags(version),
 		output:   dir + "/",
 		env:      []string{"CGO_ENABLED=0"},
+	}
+	if tool.cgo {
+		build.env = []string{"CGO_ENABLED=1"}
 	}
 	if tool.seccomp {
 		if build.env, err = c.seccompEnvironment(ctx, progress); err != nil {

@@ -22,8 +22,11 @@ func TestToolIsSelectedByItsPrograms(t *testing.T) {
 	if got := wanted("helm", "runc"); !slices.Equal(got, []string{"runc", "helm"}) {
 		t.Errorf("helm and runc come from %v", got)
 	}
-	if got := wanted(); len(got) != len(tools) {
-		t.Errorf("with no names %v would be built, want all", got)
+	if got := wanted("nvidia-ctk"); !slices.Equal(got, []string{"nvidia-ctk"}) {
+		t.Errorf("nvidia-ctk comes from %v", got)
+	}
+	if got := wanted(); len(got) != len(tools)-1 || slices.Contains(got, "nvidia-ctk") {
+		t.Errorf("with no names %v would be built, want all but nvidia-ctk", got)
 	}
 }
 
