@@ -207,7 +207,8 @@ test-sim: toolchain ## The simulated GPU library with all that runs on it, and t
 	$(MAKE) --no-print-directory -C test/nvmlsim
 	@$(NEED) crun || echo "crun cannot be installed: no container runs with it"
 	helm=$$($(CLUSTER) program helm) && \
-	HELM=$$helm $(GOTEST) -p 4 -short ./test/nvmlsim/... ./test/hwcheck/... ./test/containers/... ./test/faults/... ./test/allocation/... ./test/golden/...
+	HELM=$$helm $(GOTEST) -p 4 -short ./test/nvmlsim/... ./test/hwcheck/... ./test/containers/... ./test/faults/... ./test/allocation/... \
+	    ./test/golden/... ./test/nvidiactk
 	cd test/prometheus && go vet ./... && go test ./...
 
 # Tests make a release of their own, so that they do not replace a signed one.
@@ -231,8 +232,9 @@ test-release-e2e: release ## Install a release by helm from a registry on a real
 	RELEASE=$(RELEASE_DIR) NEXT_RELEASE=$(BUILD)/release-next $(GOTEST) -v -count=1 -timeout 30m ./test/e2e/... -run 'TestReleaseInstallsFromARegistry$$'
 
 .PHONY: golden
-golden: toolchain ## Rewrite the golden outputs in test/golden/testdata and the models of kubectl gpu; git diff shows what changed
+golden: toolchain ## Rewrite the golden outputs in test/golden/testdata, the models of kubectl gpu and docs/cdi.md; git diff shows what changed
 	helm=$$($(CLUSTER) program helm) && HELM=$$helm go test -count=1 ./test/golden ./cmd/kubectl-gpu/internal/slices -args -update
+	go test -count=1 -run Documented ./test/nvidiactk -args -update
 
 # Programs to measure, alternating. The default is the one of this checkout. To compare:
 # PROGRAMS=before=/tmp/old,after=build/bin/gpu-kubelet-plugin
@@ -288,7 +290,7 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 .PHONY: test-long
 test-long: toolchain ## All suites with their long parts, three on an awkward node, and explain against the running scheduler (root)
 	$(MAKE) --no-print-directory -C test/nvmlsim
-	$(GOTEST) ./test/allocation
+	$(GOTEST) ./test/allocation ./test/nvidiactk
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/...
 	go test -tags cluster -count=1 -v -timeout 30m -run '^TestVerdictIsThatOfTheScheduler$$' ./cmd/kubectl-gpu/internal/explain -args -clusters=200
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward
