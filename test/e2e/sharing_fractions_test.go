@@ -46,6 +46,9 @@ func (w *world) testFractions(t *testing.T) {
 	u.pod("s0", onNode(h100), fromTemplate("gpu", "share"))
 	u.pod("s1", onNode(h100), fromTemplate("gpu", "share"), asUser(1001))
 	u.pod("s2", onNode(h100), fromTemplate("gpu", "share"), asUser(1002))
+	// The scheduler of Kubernetes 1.37.2 may count a share twice while it binds the share's Pod. A Pod
+	// for which nothing seems left then waits for minutes.
+	u.running("s0", "s1", "s2")
 	u.pod("s3", onNode(h100), fromTemplate("gpu", "unlimited"))
 	pods := []string{"s0", "s1", "s2", "s3"}
 	u.running(pods...)
