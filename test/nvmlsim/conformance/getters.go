@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -20,6 +21,12 @@ type DeviceGetters interface {
 	GetFieldValues([]nvml.FieldValue) nvml.Return
 	GetSupportedEventTypes() (uint64, nvml.Return)
 	GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return)
+	GetGpuFabricInfoV() nvml.GpuFabricInfoHandler
+	GetRepairStatus() (nvml.RepairStatus, nvml.Return)
+	GetUnrepairableMemoryFlag_v1() (nvml.UnrepairableMemoryStatus_v1, nvml.Return)
+	GetSramEccErrorStatus() (nvml.EccSramErrorStatus, nvml.Return)
+	GetCurrentClocksEventReasons() (uint64, nvml.Return)
+	GetSupportedClocksEventReasons() (uint64, nvml.Return)
 	GetRemappedRows() (int, int, bool, bool, nvml.Return)
 	GetEccMode() (nvml.EnableState, nvml.EnableState, nvml.Return)
 	GetMemoryInfo() (nvml.Memory, nvml.Return)
@@ -58,6 +65,10 @@ var readFields = []struct {
 	{nvml.FI_DEV_IS_RESETLESS_MIG_SUPPORTED, "MIG mode changes without a reset"},
 	{nvml.FI_DEV_IS_MIG_MODE_INDEPENDENT_MIG_QUERY_CAPABLE, "MIG queries work in either MIG mode"},
 	{nvml.FI_DEV_GET_GPU_RECOVERY_ACTION, "recovery action"},
+	{nvml.FI_DEV_REMAPPED_COR, "rows remapped for correctable errors"},
+	{nvml.FI_DEV_REMAPPED_UNC, "rows remapped for uncorrectable errors"},
+	{nvml.FI_DEV_REMAPPED_PENDING, "row remap pending"},
+	{nvml.FI_DEV_REMAPPED_FAILURE, "row remap failed"},
 }
 
 // AskSystem calls every SystemGetters function and adds its answer. has says whether the driver's
@@ -139,8 +150,22 @@ func AskDevice(device DeviceGetters, has func(string) bool, answers facts.Answer
 		mode, ret := device.GetVirtualizationMode()
 		return fmt.Sprint(mode), ret
 	})
+	askFabric(device, add)
 	askHealth(device, add)
 	askInstances(device, add)
+}
+
+// askFabric asks for the versions of the fabric's state that have its health.
+func askFabric(device DeviceGetters, add func(question, function string, ask func() (string, nvml.Return))) {
+	const function = "nvmlDeviceGetGpuFabricInfoV"
+	add("fabric, version 2", function, func() (string, nvml.Return) {
+		info, ret := device.GetGpuFabricInfoV().V2()
+		return fmt.Sprintf("state %d, status %d, health mask %#x", info.State, info.Status, info.HealthMask), ret
+	})
+	add("fabric, version 3", function, func() (string, nvml.Return) {
+		info, ret := device.GetGpuFabricInfoV().V3()
+		return fmt.Sprintf("state %d, status %d, health mask %#x, summary %d", info.State, info.Status, info.HealthMask, info.HealthSummary), ret
+	})
 }
 
 // askHealth asks for the counters that health checks compare. Their values differ between two
@@ -153,6 +178,27 @@ func askHealth(device DeviceGetters, add func(question, function string, ask fun
 	add("retired pages pending", "nvmlDeviceGetRetiredPagesPendingStatus", func() (string, nvml.Return) {
 		pending, ret := device.GetRetiredPagesPendingStatus()
 		return fmt.Sprint(pending), ret
+	})
+	add("repair status", "nvmlDeviceGetRepairStatus", func() (string, nvml.Return) {
+		status, ret := device.GetRepairStatus()
+		return fmt.Sprintf("channel pending %d, TPC pending %d", status.BChannelRepairPending, status.BTpcRepairPending), ret
+	})
+	add("unrepairable memory", "nvmlDeviceGetUnrepairableMemoryFlag_v1", func() (string, nvml.Return) {
+		status, ret := device.GetUnrepairableMemoryFlag_v1()
+		return fmt.Sprint(status.BUnrepairableMemory), ret
+	})
+	add("SRAM errors", "nvmlDeviceGetSramEccErrorStatus", func() (string, nvml.Return) {
+		status, ret := device.GetSramEccErrorStatus()
+		return fmt.Sprintf("threshold exceeded %d, uncorrectable %d parity and %d SEC-DED, correctable %d", status.BThresholdExceeded,
+			status.AggregateUncParity, status.AggregateUncSecDed, status.AggregateCor), ret
+	})
+	add("clock event reasons", "nvmlDeviceGetCurrentClocksEventReasons", func() (string, nvml.Return) {
+		reasons, ret := device.GetCurrentClocksEventReasons()
+		return fmt.Sprintf("%#x", reasons), ret
+	})
+	add("supported clock event reasons", "nvmlDeviceGetSupportedClocksEventReasons", func() (string, nvml.Return) {
+		reasons, ret := device.GetSupportedClocksEventReasons()
+		return fmt.Sprintf("%#x", reasons), ret
 	})
 	for _, counter := range []struct {
 		name string
@@ -205,7 +251,7 @@ func askInstances(device DeviceGetters, add func(question, function string, ask 
 // answer about placements only with MIG mode on, or only a privileged process.
 func askProfile(device DeviceGetters, value int, add func(question, function string, ask func() (string, nvml.Return))) {
 	var info nvml.GpuInstanceProfileInfo
-	var ret nvml.Return
+	ret := nvml.ERROR_TIMEOUT
 	add(fmt.Sprintf("profile %d", value), "nvmlDeviceGetGpuInstanceProfileInfo", func() (string, nvml.Return) {
 		info, ret = device.GetGpuInstanceProfileInfo(value)
 		return fmt.Sprintf("ID %d, %d slices, %d MiB, at most %d", info.Id, info.SliceCount, info.MemorySizeMB, info.InstanceCount), ret
@@ -224,24 +270,36 @@ func askProfile(device DeviceGetters, value int, add func(question, function str
 	})
 }
 
+// patience is how long one function may take. One that hangs costs only its own answer.
+const patience = 10 * time.Second
+
 // record adds the answer of one function, or NVML's error in the words of facts.
 func record(answers facts.Answers, question, function string, has func(string) bool, ask func() (string, nvml.Return)) {
 	if !has(function) {
 		answers[question] = facts.Answer{Error: facts.NoFunction}
 		return
 	}
-	value, ret := ask()
-	if ret != nvml.SUCCESS {
-		answers[question] = facts.Answer{Error: errorName(ret)}
-		return
+	replies := make(chan facts.Answer, 1)
+	go func() {
+		value, ret := ask()
+		if ret != nvml.SUCCESS {
+			value = ""
+		}
+		replies <- facts.Answer{Value: value, Error: errorName(ret)}
+	}()
+	select {
+	case answers[question] = <-replies:
+	case <-time.After(patience):
+		answers[question] = facts.Answer{Error: fmt.Sprintf("no answer within %s", patience)}
 	}
-	answers[question] = facts.Answer{Value: value}
 }
 
 // errorName returns the facts' name of an NVML error that says that this GPU or driver does not
-// have something, and NVML's text for all others.
+// have something, and NVML's text and number for all others.
 func errorName(ret nvml.Return) string {
 	switch ret {
+	case nvml.SUCCESS:
+		return ""
 	case nvml.ERROR_NOT_SUPPORTED:
 		return facts.NotSupported
 	case nvml.ERROR_NOT_FOUND:
@@ -251,6 +309,6 @@ func errorName(ret nvml.Return) string {
 	case nvml.ERROR_NO_PERMISSION:
 		return facts.NoPermission
 	default:
-		return ret.Error()
+		return fmt.Sprintf("%s (%d)", ret.Error(), ret)
 	}
 }

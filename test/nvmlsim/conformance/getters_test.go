@@ -2,9 +2,13 @@ package conformance
 
 import (
 	"flag"
+	"maps"
 	"reflect"
 	"slices"
 	"testing"
+	"testing/synctest"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
@@ -38,10 +42,12 @@ func TestListOfGettersIsClosed(t *testing.T) {
 		want []string
 	}{
 		{reflect.TypeFor[DeviceGetters](), []string{
-			"GetComputeMode", "GetEccMode", "GetFieldValues", "GetGpuFabricInfo", "GetGpuInstanceById", "GetGpuInstancePossiblePlacements",
-			"GetGpuInstanceProfileInfo", "GetGpuInstanceProfileInfoV", "GetGpuInstances", "GetMaxMigDeviceCount", "GetMemoryInfo",
-			"GetMigDeviceHandleByIndex", "GetMigMode", "GetPciInfo", "GetPersistenceMode", "GetRemappedRows", "GetRetiredPagesPendingStatus",
-			"GetSupportedEventTypes", "GetTotalEccErrors", "GetTotalEnergyConsumption", "GetVirtualizationMode",
+			"GetComputeMode", "GetCurrentClocksEventReasons", "GetEccMode", "GetFieldValues", "GetGpuFabricInfo", "GetGpuFabricInfoV",
+			"GetGpuInstanceById", "GetGpuInstancePossiblePlacements", "GetGpuInstanceProfileInfo", "GetGpuInstanceProfileInfoV",
+			"GetGpuInstances", "GetMaxMigDeviceCount", "GetMemoryInfo", "GetMigDeviceHandleByIndex", "GetMigMode", "GetPciInfo",
+			"GetPersistenceMode", "GetRemappedRows", "GetRepairStatus", "GetRetiredPagesPendingStatus", "GetSramEccErrorStatus",
+			"GetSupportedClocksEventReasons", "GetSupportedEventTypes", "GetTotalEccErrors", "GetTotalEnergyConsumption",
+			"GetUnrepairableMemoryFlag_v1", "GetVirtualizationMode",
 		}},
 		{reflect.TypeFor[SystemGetters](), []string{
 			"DeviceGetHandleByPciBusId", "SystemGetConfComputeGpusReadyState", "SystemGetConfComputeState",
@@ -61,8 +67,10 @@ func TestListOfGettersIsClosed(t *testing.T) {
 // The simulated library must answer every getter for a GPU with MIG and for one without.
 func TestGettersAreAnswered(t *testing.T) {
 	for node, want := range map[string]map[string]facts.Answer{
-		"dgx-h100": {"profile 0": {Value: "ID 19, 1 slices, 9984 MiB, at most 7"}, "field 184 (MIG mode changes without a reset)": {Value: "1"}},
-		"t4-x1":    {"profile 0": {Error: facts.NotSupported}, "MIG mode": {Error: facts.NotSupported}},
+		"dgx-h100": {"profile 0": {Value: "ID 19, 1 slices, 9984 MiB, at most 7"}, "field 184 (MIG mode changes without a reset)": {Value: "1"},
+			"fabric, version 3": {Value: "state 3, status 0, health mask 0x0, summary 0"}, "field 144 (row remap pending)": {Value: "0"},
+		},
+		"t4-x1": {"profile 0": {Error: facts.NotSupported}, "MIG mode": {Error: facts.NotSupported}},
 	} {
 		t.Run(node, func(t *testing.T) {
 			newWorld(t, readNode(t, node))
@@ -85,6 +93,24 @@ func TestGettersAreAnswered(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A function that hangs must not keep the others from their answers.
+func TestHangingGetterCostsOnlyItsAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		answers, hang := facts.Answers{}, make(chan struct{})
+		has := func(string) bool { return true }
+		record(answers, "hangs", "f", has, func() (string, nvml.Return) { <-hang; return "", nvml.SUCCESS })
+		record(answers, "fails", "f", has, func() (string, nvml.Return) { return "7", nvml.ERROR_IN_USE })
+		record(answers, "answers", "f", has, func() (string, nvml.Return) { return "1", nvml.SUCCESS })
+		close(hang)
+		want := facts.Answers{
+			"hangs": {Error: "no answer within 10s"}, "fails": {Error: nvml.ERROR_IN_USE.Error() + " (19)"}, "answers": {Value: "1"},
+		}
+		if !maps.Equal(answers, want) {
+			t.Errorf("%v, want %v", answers, want)
+		}
+	})
 }
 
 // A function that an older driver's library lacks must not be called.

@@ -14,7 +14,8 @@ import (
 // ofTheMachine are questions whose answers depend on the machine around the GPU, its settings or
 // its history, and not on the GPU's model and the driver.
 var ofTheMachine = []string{
-	"fabric", "virtualization mode", "MIG mode", "persistence mode", "compute mode", "ECC mode", "remapped rows", "confidential computing",
+	"fabric", "fabric, version 2", "fabric, version 3", "clock event reasons", "virtualization mode",
+	"MIG mode", "persistence mode", "compute mode", "ECC mode", "remapped rows", "confidential computing",
 	"ready state",
 }
 
