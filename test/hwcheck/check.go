@@ -25,13 +25,14 @@ type visit struct {
 	progress io.Writer
 
 	report facts.Report
+	// last is when the last check ended.
+	last time.Time
 	// shown has the output of the programs that ran. The report quotes it.
 	shown []printed
 }
 
-// checkLimit is how long all checks together may take. What ends a check and writes the report
-// takes seconds more, and all of it must end within nine minutes.
-const checkLimit = 8*time.Minute + 30*time.Second
+// endReserve is the part of the time limit that is left for ending a check and writing the report.
+const endReserve = 30 * time.Second
 
 type printed struct{ title, language, text string }
 
@@ -40,7 +41,7 @@ type printed struct{ title, language, text string }
 // or could not write the report.
 func check(ctx context.Context, o options, out, progress io.Writer) (code int, err error) {
 	fmt.Fprintf(progress, "%s\n\n", promise)
-	s := &visit{options: o, progress: progress}
+	s := &visit{options: o, progress: progress, last: time.Now()}
 	s.report = facts.Report{Format: facts.CurrentFormat, Date: time.Now().UTC().Format(time.DateOnly), Machine: look(o)}
 	places, empty := findPlaces(o)
 	if len(s.report.Machine.PCI) == 0 && len(places) == 0 && len(deviceNodes("/dev")) == 0 {
@@ -53,6 +54,10 @@ func check(ctx context.Context, o options, out, progress io.Writer) (code int, e
 		return exitDiffered, fmt.Errorf("make a temporary folder: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(s.work)) }()
+	// In a user namespace, hooks and the root file system belong to a user without rights here.
+	if err := os.Chmod(s.work, 0o755); err != nil { //nolint:gosec // to be entered by everyone
+		return exitDiffered, fmt.Errorf("open the temporary folder: %w", err)
+	}
 	self, err := os.Executable()
 	if err != nil {
 		return exitDiffered, fmt.Errorf("find this program: %w", err)
@@ -69,20 +74,22 @@ func check(ctx context.Context, o options, out, progress io.Writer) (code int, e
 			"and TMPDIR must name a folder not mounted noexec): %s", plugin, version.summary())
 	}
 	s.report.Plugin = strings.TrimSpace(version.stdout)
-	limited, cancel := context.WithTimeout(ctx, checkLimit)
+	limited, cancel := context.WithTimeout(ctx, o.limit-endReserve)
 	defer cancel()
 	s.checkAll(limited, places, empty)
 	if err := ctx.Err(); err != nil {
 		return exitDiffered, fmt.Errorf("interrupted: %w", err)
 	}
 	if limited.Err() != nil {
-		s.add("all checks ran", facts.Failed, "the limit of %s ended the last one, and later ones were left out", checkLimit)
+		s.add("all checks ran", facts.Failed, "the limit of %s ended the last one, and later ones were left out", o.limit)
 	}
 	return s.finish(out)
 }
 
 func (s *visit) add(name string, verdict facts.Verdict, format string, args ...any) {
-	c := facts.Check{Name: name, Verdict: verdict, Detail: fmt.Sprintf(format, args...)}
+	now := time.Now()
+	c := facts.Check{Name: name, Verdict: verdict, Detail: fmt.Sprintf(format, args...), Millis: now.Sub(s.last).Milliseconds()}
+	s.last = now
 	s.report.Checks = append(s.report.Checks, c)
 	fmt.Fprintf(s.progress, "%-10s %s: %s\n", c.Verdict, c.Name, c.Detail)
 }
@@ -93,11 +100,13 @@ func (s *visit) show(title, language, text string) {
 
 func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 	s.showPassthrough(ctx)
+	s.ask(ctx, s.machineQuestions())
 	specs := s.findDriver(ctx, places, empty)
 	if s.report.Driver == nil {
 		return
 	}
 	s.checkLibraries()
+	s.ask(ctx, s.libraryQuestions())
 	// The watcher runs until the end, as the plugin's does. It keeps the GPUs open, so that the other
 	// programs do not wait seconds for each of them.
 	w := s.attachWatcher(ctx)
@@ -111,6 +120,7 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 			s.checkTimeSlice(ctx, c, offered[0])
 			s.checkCUDA(ctx, c, offered[0])
 			s.checkMPS(ctx, c, offered[0])
+			s.ask(ctx, s.containerQuestions(c, offered[0]))
 		}
 		s.checkScans(ctx, w)
 	}

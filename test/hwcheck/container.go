@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	oci "github.com/opencontainers/runtime-spec/specs-go"
 )
@@ -49,6 +50,8 @@ type guest struct {
 	copied bool
 	// onlyByRunc says that the program must not run without a PID namespace, which only runc creates.
 	onlyByRunc bool
+	// change changes the configuration of the container. Only runc applies it.
+	change func(bundle string, config *oci.Spec) error
 }
 
 // errNotByRunc is the error of an outcome whose program did not run, because only runc may run it.
@@ -67,7 +70,7 @@ type containers struct {
 	way way
 	// refused has the errors because of which the run does not use runc, or neither runc nor a chroot.
 	refused []string
-	count   int
+	count   atomic.Int32
 }
 
 // run runs a program with args in a new container that has these CDI devices. If the machine does
@@ -105,8 +108,7 @@ func (c *containers) run(ctx context.Context, p guest, devices []string, args ..
 // folder creates the folder of a new container for a program. bundle is that folder, and rootfs the
 // container's root file system in it.
 func (c *containers) folder(p guest) (bundle, rootfs string, err error) {
-	c.count++
-	bundle = filepath.Join(c.work, fmt.Sprintf("container-%d", c.count))
+	bundle = filepath.Join(c.work, fmt.Sprintf("container-%d", c.count.Add(1)))
 	rootfs = filepath.Join(bundle, "rootfs")
 	if err := os.MkdirAll(rootfs, 0o755); err != nil { //nolint:gosec // a container's root
 		return "", "", err
@@ -124,16 +126,22 @@ func (c *containers) byRunc(ctx context.Context, p guest, devices, args []string
 	if err != nil {
 		return outcome{}, err
 	}
-	id := fmt.Sprintf("hwcheck-%d-%d", os.Getpid(), c.count)
+	id := fmt.Sprintf("hwcheck-%d-%s", os.Getpid(), strings.TrimPrefix(filepath.Base(bundle), "container-"))
 	config := configuration(id, append([]string{p.inside}, args...))
 	if err := c.specs.inject(config, devices); err != nil {
 		return outcome{}, err
+	}
+	if p.change != nil {
+		if err := p.change(bundle, config); err != nil {
+			return outcome{}, err
+		}
 	}
 	data, err := json.Marshal(config)
 	if err != nil {
 		return outcome{}, err
 	}
-	if err := os.WriteFile(filepath.Join(bundle, "config.json"), data, 0o600); err != nil {
+	// Hooks read it, in a user namespace as another user.
+	if err := os.WriteFile(filepath.Join(bundle, "config.json"), data, 0o644); err != nil { //nolint:gosec // see above
 		return outcome{}, err
 	}
 	state, log := filepath.Join(c.work, "runc-state"), filepath.Join(bundle, "runc.log")

@@ -59,19 +59,24 @@ func (s *visit) checkCUDA(ctx context.Context, c *containers, given offer) {
 
 // judgeCUDA adds to the report whether the program computed on the given GPU alone.
 func (s *visit) judgeCUDA(name string, c *containers, given offer, r facts.CUDAResult) {
+	verdict, detail := s.verdictCUDA(c, given, r)
+	s.add(name, verdict, "%s", detail)
+}
+
+func (s *visit) verdictCUDA(c *containers, given offer, r facts.CUDAResult) (facts.Verdict, string) {
 	switch reservations := c.reservations(); {
 	case s.report.Driver.Simulated:
-		s.add(name, facts.NotProven, "simulated library: %s", cudaText(r))
+		return facts.NotProven, fmt.Sprintf("simulated library: %s", cudaText(r))
 	case r.Error != cudaSuccess:
-		s.add(name, facts.Failed, "%s", cudaText(r))
+		return facts.Failed, cudaText(r)
 	case r.Correct != cudaValues || r.Wrong != 0:
-		s.add(name, facts.Differed, "%d of %d values are wrong", r.Wrong, cudaValues)
+		return facts.Differed, fmt.Sprintf("%d of %d values are wrong", r.Wrong, cudaValues)
 	case c.way != onTheMachine && (r.Devices != 1 || !strings.EqualFold(r.UUID, given.uuid)):
-		s.add(name, facts.Differed, "CUDA sees %d GPUs, the first is %s, and the container has %s", r.Devices, r.UUID, given.uuid)
+		return facts.Differed, fmt.Sprintf("CUDA sees %d GPUs, the first is %s, and the container has %s", r.Devices, r.UUID, given.uuid)
 	case reservations != "":
-		s.add(name, facts.NotProven, "%s computed %d values, but %s", r.UUID, r.Correct, reservations)
+		return facts.NotProven, fmt.Sprintf("%s computed %d values, but %s", r.UUID, r.Correct, reservations)
 	default:
-		s.add(name, facts.Agreed, "%s computed %d values, CUDA %d", r.UUID, r.Correct, r.DriverVersion)
+		return facts.Agreed, fmt.Sprintf("%s computed %d values, CUDA %d", r.UUID, r.Correct, r.DriverVersion)
 	}
 }
 

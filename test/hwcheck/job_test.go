@@ -57,8 +57,8 @@ func TestJobCallsProgramOfImage(t *testing.T) {
 		t.Errorf("with %v the container has these mounts, writable or not: %v", container.Args, mounted)
 	}
 	// Nine minutes are for the check. The rest is for the image and the start.
-	if deadline < 9*time.Minute+30*time.Second || checkLimit > 9*time.Minute {
-		t.Errorf("the Job ends after %s, the checks after %s", deadline, checkLimit)
+	if deadline < 9*time.Minute+30*time.Second || o.limit > 9*time.Minute {
+		t.Errorf("the Job ends after %s, the checks after %s", deadline, o.limit)
 	}
 	image, err := os.ReadFile("../hardware/Dockerfile")
 	if err != nil || !strings.Contains(string(image), "\nCOPY . /hwcheck\nENTRYPOINT [\"/hwcheck/hwcheck\"]\n") || len(container.Command) > 0 {

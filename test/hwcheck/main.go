@@ -24,6 +24,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"syscall"
+	"time"
 )
 
 // These are the exit codes, for scripts.
@@ -39,10 +40,12 @@ const promise = `This check only reads. It runs gpu-kubelet-plugin inventory and
 nvidia-smi without arguments, with -L or compute-policy --list, runc, and a CUDA program of its own that uses 4 KiB of one GPU.
 The program also runs as two clients of an MPS daemon in a container made by runc, with 256 MiB each,
 or 1.25 GiB each if MPS does not enforce their limit. With less than 3 GiB free it starts no daemon.
+It runs in several containers at once too: as clients of one MPS daemon, more and more of them until
+MPS refuses one or less than 3 GiB are free, and with memory shared by CUDA IPC.
 Every program that uses the driver runs without capabilities, so the driver itself would refuse to
 change a GPU. Only a closed list of NVML getters also runs with CAP_SYS_ADMIN. MIG layout, clocks,
 power, persistence and compute mode stay as they are, nothing is reset, and the check removes its
-temporary folder and containers. It ends within nine minutes.`
+temporary folder and containers. It ends within nine minutes, or within --limit.`
 
 type options struct {
 	driverRoot string
@@ -53,6 +56,9 @@ type options struct {
 	out        string
 	scans      int
 	cuda       bool
+	fault      bool
+	ctk        string
+	limit      time.Duration
 }
 
 func main() {
@@ -72,6 +78,11 @@ func run(ctx context.Context, args []string, out, errOut io.Writer) int {
 			return report(errOut, execWithSysAdmin(args[1:]))
 		case stageInNamespace:
 			return report(errOut, execInNamespace(args[1:]))
+		case stageLook:
+			for _, path := range args[1:] {
+				fmt.Fprint(out, describe(path))
+			}
+			return exitAgreed
 		}
 	}
 	o, err := parse(args, errOut)
@@ -111,13 +122,19 @@ func parse(args []string, errOut io.Writer) (options, error) {
 	flags.StringVar(&o.models, "models", "", "folder of GPU model files; empty means those that came with this program")
 	flags.StringVar(&o.out, "out", "hwcheck-report", "folder for report.md and facts.json, created if missing")
 	flags.IntVar(&o.scans, "scans", 100, "how often to scan the GPUs in search of a leak, at least 1")
-	flags.BoolVar(&o.cuda, "cuda", true, "run a CUDA program on one GPU, alone and as two MPS clients; "+
+	flags.BoolVar(&o.cuda, "cuda", true, "run a CUDA program on one GPU, alone and as MPS clients; "+
 		"for seconds it takes the memory of its contexts and 512 MiB, or 2.5 GiB if MPS does not enforce its memory limit; "+
+		"at most 72 clients run at once, and none is added with less than 3 GiB free; "+
 		"no MPS daemon is started without runc or with less than 3 GiB free")
+	flags.BoolVar(&o.fault, "fault", false, "let an MPS client write outside its memory, to see what its neighbour notices; "+
+		"the kernel's log gets an XID 31")
+	flags.StringVar(&o.ctk, "nvidia-ctk", "", "path of NVIDIA's nvidia-ctk, to compare its CDI specification with the plugin's; "+
+		"empty means not to compare")
+	flags.DurationVar(&o.limit, "limit", 9*time.Minute, "time after which the check ends with what it has; more than 30s")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}
-	for _, path := range []*string{&o.driverRoot, &o.devRoot, &o.sysfs, &o.proc, &o.models} {
+	for _, path := range []*string{&o.driverRoot, &o.devRoot, &o.sysfs, &o.proc, &o.models, &o.ctk} {
 		if *path == "" {
 			continue
 		}
@@ -129,6 +146,11 @@ func parse(args []string, errOut io.Writer) (options, error) {
 	}
 	if o.scans < 1 {
 		err := fmt.Errorf("--scans=%d: want at least 1", o.scans)
+		fmt.Fprintln(errOut, "hwcheck:", err)
+		return o, err
+	}
+	if o.limit <= endReserve {
+		err := fmt.Errorf("--limit=%s: want more than %s", o.limit, endReserve)
 		fmt.Fprintln(errOut, "hwcheck:", err)
 		return o, err
 	}

@@ -42,7 +42,14 @@ func TestOnlyReadingProgramsMayRun(t *testing.T) {
 		{cudaCheck, []string{mpsArgument}, true},
 		{cudaCheck, []string{"more"}, false},
 		{cudaCheck, []string{"fault"}, false}, // it makes an XID
-		{plugin, nil, false},                  // without arguments the plugin would serve the node
+		{cudaCheck, []string{mpsMany}, true},
+		{cudaCheck, []string{mpsMany, mpsMany}, false},
+		{itself, []string{stageLook, kernelParameters}, true},
+		{itself, []string{stageLook, "/proc/sysrq-trigger"}, false}, // it opens files for writing
+		{nvidiaCTK, []string{"cdi", "generate", "--format=json"}, true},
+		{nvidiaCTK, []string{"cdi", "generate", "--output=/etc/cdi/nvidia.yaml"}, false},
+		{nvidiaCTK, []string{"system", "create-dev-char-symlinks", "--create-all"}, false},
+		{plugin, nil, false}, // without arguments the plugin would serve the node
 		{plugin, []string{"uninstall"}, false},
 		{conformance, []string{"-lib", "/x", "-test.v"}, true},
 		{conformance, []string{"-test.v"}, false},
@@ -442,7 +449,7 @@ func TestInvalidSpecsAreRefused(t *testing.T) {
 }
 
 func TestInvalidArgumentsAreRefused(t *testing.T) {
-	for _, args := range [][]string{{"--nonsense"}, {"argument"}, {"--scans=0"}} {
+	for _, args := range [][]string{{"--nonsense"}, {"argument"}, {"--scans=0"}, {"--limit=30s"}} {
 		var out, errOut strings.Builder
 		if code := run(t.Context(), args, &out, &errOut); code != exitUsage || errOut.Len() == 0 {
 			t.Errorf("%v: %d, %s", args, code, errOut.String())

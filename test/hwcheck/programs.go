@@ -26,6 +26,8 @@ const (
 	nvidiaSMI   = "nvidia-smi"      // installed on the machine
 	cudaCheck   = "cudacheck"       // our own CUDA program
 	passthrough = "passthrough"     // reads sysfs only
+	itself      = "hwcheck"         // in a container, describes files
+	nvidiaCTK   = "nvidia-ctk"      // of the machine, if a flag names it
 )
 
 // smiArguments are the permitted argument lists of nvidia-smi. None of them changes anything.
@@ -49,7 +51,13 @@ func checkPermitted(program string, args []string) error {
 	case passthrough:
 		ok = len(args) > 0
 	case cudaCheck:
-		ok = len(args) == 0 || slices.Equal(args, []string{mpsArgument})
+		ok = len(args) == 0 || len(args) == 1 && slices.Contains(cudaArguments, args[0])
+	case itself:
+		ok = len(args) > 1 && args[0] == stageLook && len(without(args[1:], looked)) == 0
+	case nvidiaCTK:
+		ok = len(args) > 2 && args[0] == "cdi" && args[1] == "generate" && !slices.ContainsFunc(args, func(arg string) bool {
+			return strings.HasPrefix(arg, "--output") // it would write a file
+		})
 	case nvidiaSMI:
 		ok = slices.ContainsFunc(smiArguments, func(known []string) bool { return slices.Equal(known, args) })
 	}

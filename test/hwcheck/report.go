@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/hwcheck/facts"
 )
@@ -40,7 +41,7 @@ func verdict(checks []facts.Check) int {
 	}
 	for _, c := range checks {
 		switch c.Verdict {
-		case facts.Agreed:
+		case facts.Agreed, facts.Recorded:
 		case facts.NotProven:
 			code = exitNotProven
 		default:
@@ -51,7 +52,7 @@ func verdict(checks []facts.Check) int {
 }
 
 func (s *visit) markdown() string {
-	b := &strings.Builder{}
+	b, whole := &strings.Builder{}, time.Duration(0)
 	fmt.Fprintf(b, "# Check of real hardware: %s\n\n%s\n\n", s.title(), promise)
 	if s.report.Driver != nil && s.report.Driver.Simulated {
 		fmt.Fprint(b, "**The driver is simulated. This report proves nothing about hardware.**\n\n")
@@ -59,10 +60,12 @@ func (s *visit) markdown() string {
 	fmt.Fprintf(b, "%s, plugin %s, %s, kernel %s, %s, cgroups %s.\n",
 		s.report.Date, s.report.Plugin, s.report.Machine.Architecture, s.report.Machine.Kernel,
 		orNone(s.report.Machine.OS), s.report.Machine.Cgroups)
-	fmt.Fprint(b, "\n## Verdicts\n\n| check | verdict | what was found |\n|---|---|---|\n")
+	fmt.Fprint(b, "\n## Verdicts\n\n| check | verdict | took | what was found |\n|---|---|--:|---|\n")
 	for _, c := range s.report.Checks {
-		fmt.Fprintf(b, "| %s | **%s** | %s |\n", c.Name, c.Verdict, cell(c.Detail))
+		fmt.Fprintf(b, "| %s | **%s** | %d ms | %s |\n", c.Name, c.Verdict, c.Millis, cell(c.Detail))
+		whole += time.Duration(c.Millis) * time.Millisecond
 	}
+	fmt.Fprintf(b, "\nAll checks took %s of %s.\n", whole.Round(time.Second), s.limit)
 	s.writeMachine(b)
 	s.writeGPUs(b)
 	s.writeLibraries(b)

@@ -264,12 +264,14 @@ type MPS struct {
 type Verdict string
 
 // These are the possible verdicts. Agreed and Differed are results of a comparison. Failed means
-// that a program failed, and NotProven that this machine did not allow the comparison.
+// that a program failed, and NotProven that this machine did not allow the comparison. Recorded
+// means that there was an answer, and nothing to compare it with.
 const (
 	Agreed    Verdict = "agreed"
 	Differed  Verdict = "differed"
 	Failed    Verdict = "failed"
 	NotProven Verdict = "not proven"
+	Recorded  Verdict = "recorded"
 )
 
 // Check is one comparison of the machine with this project's model, with its result.
@@ -278,6 +280,10 @@ type Check struct {
 	Verdict Verdict `json:"verdict"`
 	// Detail says what was found, and what the verdict does not prove.
 	Detail string `json:"detail"`
+	// Answer is what was answered, word for word. Only checks that ask for something new have one.
+	Answer string `json:"answer,omitempty"`
+	// Millis is how long the check took, with the preparations since the check before it.
+	Millis int64 `json:"millis"`
 }
 
 // Write writes value, a value of this package, as indented JSON to the file at path.
