@@ -171,13 +171,14 @@ func (s *visit) judgeClients(answer string) (facts.Verdict, string) {
 }
 
 // judgeParameters accepts parameters that a container's root user can't write. The hook of the CDI
-// specification puts a file of its own there.
+// specification puts a file of its own there. This container has no capabilities, but others do, so
+// the mount counts.
 func judgeParameters(answer string) (facts.Verdict, string) {
 	switch {
-	case strings.Contains(answer, writable):
-		return facts.Differed, lastLines(answer, 1)
 	case strings.Contains(answer, "no such file"):
 		return facts.NotProven, lastLines(answer, 1)
+	case strings.Contains(answer, writable) || !strings.Contains(answer, readOnly):
+		return facts.Differed, lastLines(answer, 1)
 	}
 	return facts.Agreed, lastLines(answer, 1)
 }

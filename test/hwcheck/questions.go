@@ -131,8 +131,10 @@ const (
 	// stageLook is the first argument with which hwcheck runs in a container, to describe the files
 	// at its other arguments: hwcheck look PATH…
 	stageLook = "look"
-	// writable marks a file that can be opened for writing.
+	// writable marks a file that can be opened for writing, and readOnly one that not even a user with
+	// all capabilities could open.
 	writable = "can be written"
+	readOnly = "on a read-only mount"
 )
 
 // describe lists path and all below it with mode, owner and group, and device nodes with their
@@ -146,7 +148,7 @@ func describe(path string) string {
 		}
 		if err != nil {
 			fmt.Fprintf(b, "%s: %v\n", path, err)
-			return nil //nolint:nilerr // the error is part of the answer
+			return nil
 		}
 		fmt.Fprintf(b, "%s: mode %04o, owner %d, group %d", path, stat.Mode&0o7777, stat.Uid, stat.Gid)
 		switch stat.Mode & unix.S_IFMT {
@@ -161,6 +163,10 @@ func describe(path string) string {
 				fmt.Fprint(b, ", ", writable)
 			} else {
 				fmt.Fprintf(b, ", for writing: %v", errors.Unwrap(err))
+			}
+			var mount unix.Statfs_t
+			if unix.Statfs(path, &mount) == nil && mount.Flags&unix.ST_RDONLY != 0 {
+				fmt.Fprint(b, ", ", readOnly)
 			}
 		}
 		fmt.Fprintln(b)
