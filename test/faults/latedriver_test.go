@@ -58,7 +58,11 @@ func TestLateDriverFindsPartitionsOfClaims(t *testing.T) {
 	bootID := filepath.Join(cfg.ProcRoot, "sys/kernel/random/boot_id")
 	must("boot", os.MkdirAll(filepath.Dir(bootID), 0o755))
 	must("boot", os.WriteFile(bootID, []byte("another-boot\n"), 0o600))
-	must("delete the slices", api.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}))
+	slicesBefore, err := api.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{})
+	must("list the slices", err)
+	for _, s := range slicesBefore.Items { // the fake API server ignores DeleteCollection
+		must("delete a slice", api.ResourceV1().ResourceSlices().Delete(ctx, s.Name, metav1.DeleteOptions{}))
+	}
 	d, err = n.StartWatching(ctx, api, cfg)
 	must("start again", err)
 
