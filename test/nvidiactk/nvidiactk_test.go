@@ -16,7 +16,14 @@ import (
 	"github.com/gpu-dra-driver/gpu-dra-driver/pkg/nvidia/driverroot"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/cluster"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/driverzoo"
+	"github.com/gpu-dra-driver/gpu-dra-driver/test/hostharness"
 	"github.com/gpu-dra-driver/gpu-dra-driver/test/nvmlsim/model"
+)
+
+const (
+	repository = "../.."
+	// hookPath is the path of nvidia-cdi-hook in all specs.
+	hookPath = "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook"
 )
 
 var update = flag.Bool("update", false, "write the table of differences to docs/cdi.md")
@@ -29,17 +36,7 @@ func TestContainersGetWhatNvidiaCTKGenerates(t *testing.T) {
 		t.Skip("needs root: device nodes with the driver's numbers, another root directory")
 	}
 	kits := toolkits(t)
-	plugin := filepath.Join(t.TempDir(), "gpu-kubelet-plugin")
-	mustRun(t, "go", "build", "-o", plugin, "./cmd/gpu-kubelet-plugin")
-	mustRun(t, "make", "-s", "-C", "test/nvmlsim", "library")
-	library, err := filepath.Abs(filepath.Join(repository, "build/nvmlsim/libnvidia-ml.so.1"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	models, err := model.ReadGPUs(filepath.Join(repository, "test/nvmlsim/models"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	simulator := hostharness.NewSimulator(t)
 	all := pairs(t)
 	var lock sync.Mutex
 	explained, compared := map[*pattern]bool{}, 0
@@ -48,11 +45,18 @@ func TestContainersGetWhatNvidiaCTKGenerates(t *testing.T) {
 			t.Run(p.name(), func(t *testing.T) {
 				t.Parallel()
 				root, node := p.read(t)
-				h := newHost(t, root, node, models, library)
-				base, claim := h.ours(plugin)
+				h := simulator.NewHost(t, filepath.Join(t.TempDir(), "host"), root, node)
+				base, claim := h.CDI(root.DriverRoot, hookPath)
+				leadsTo := func(path string) string {
+					found, err := driverroot.Resolve(h.Dir, path)
+					if err != nil {
+						return err.Error()
+					}
+					return "/" + strings.TrimPrefix(found, h.Dir+"/")
+				}
 				for _, kit := range kits {
-					for _, d := range differences(base, claim, h.theirs(kit)) {
-						found := explanation(root.Name, node.Name, d, h.leadsTo)
+					for _, d := range differences(base, claim, kit.specOf(t, h)) {
+						found := explanation(root.Name, node.Name, d, leadsTo)
 						if found == nil {
 							t.Errorf("without a reason: %s", d)
 						}
@@ -102,16 +106,6 @@ func toolkits(t *testing.T) (all []toolkit) {
 	return all
 }
 
-// mustRun runs a command that builds something, in the repository.
-func mustRun(t *testing.T, name string, args ...string) {
-	t.Helper()
-	cmd := exec.CommandContext(t.Context(), name, args...)
-	cmd.Dir = repository
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%s: %v\n%s", cmd, err, out)
-	}
-}
-
 // pair is a host: the position of its driver root among those of test/driverzoo, and a node file.
 type pair struct {
 	position   int
@@ -128,14 +122,7 @@ func pairs(t *testing.T) (chosen []pair) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var files []string
-	for _, dir := range []string{"testdata", filepath.Join(repository, "test/nvmlsim/nodes")} {
-		found, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
-		if err != nil || len(found) == 0 {
-			t.Fatal("no node files in", dir, err)
-		}
-		files = append(files, found...)
-	}
+	files := hostharness.NodeFiles(t, "testdata")
 	if testing.Short() {
 		for i := range max(2*len(roots), len(files)) {
 			at := i % len(roots)
@@ -153,12 +140,7 @@ func pairs(t *testing.T) (chosen []pair) {
 
 func (p pair) read(t *testing.T) (driverzoo.Root, *model.Node) {
 	t.Helper()
-	node, err := model.ReadNode(p.file, seed)
-	if err != nil {
-		t.Fatal(err)
-	}
-	node.AttachCost.Duration = 0 // it only costs time
-	node.Passthrough = false     // a sysfs of plain files
+	node := hostharness.ReadNode(t, p.file)
 	roots, err := driverzoo.All(node.DriverVersion)
 	if err != nil {
 		t.Fatal(err)
@@ -200,15 +182,6 @@ func explanation(root, node string, d difference, leadsTo func(string) string) *
 		}
 	}
 	return nil
-}
-
-// leadsTo returns the path on the host of the file to which the path leads.
-func (h host) leadsTo(path string) string {
-	found, err := driverroot.Resolve(h.dir, path)
-	if err != nil {
-		return err.Error()
-	}
-	return "/" + strings.TrimPrefix(found, h.dir+"/")
 }
 
 // The table in docs/cdi.md is that of the test. -update writes it.
