@@ -290,7 +290,9 @@ test-e2e: toolchain ## The chart, the image and the plugin on a real cluster wit
 .PHONY: test-long
 test-long: toolchain ## All suites with their long parts, three on an awkward node, and explain against the running scheduler (root)
 	$(MAKE) --no-print-directory -C test/nvmlsim
+	@$(NEED) crun || echo "crun cannot be installed: no container runs with it"
 	$(GOTEST) ./test/allocation ./test/nvidiactk
+	$(GOTEST) -timeout 20m ./test/containers
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/...
 	go test -tags cluster -count=1 -v -timeout 30m -run '^TestVerdictIsThatOfTheScheduler$$' ./cmd/kubectl-gpu/internal/explain -args -clusters=200
 	$(GOTEST) -v -count=1 -parallel $(SUITES) -timeout 90m ./test/e2e/... -run 'Test(MIG|Sharing|Health)$$' -args -node=awkward

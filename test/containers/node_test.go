@@ -140,6 +140,17 @@ func findRuntime(t *testing.T, name string) ociRuntime {
 // makesRootReadOnlyEarly reports whether the runtime makes a read-only root read-only before it
 // runs the hooks, which write there: crun before 1.26
 // (https://github.com/containers/crun/issues/1924).
-func (r ociRuntime) makesRootReadOnlyEarly() bool {
-	return r.name == "crun" && (r.major < 1 || r.major == 1 && r.minor < 26)
+func (r ociRuntime) makesRootReadOnlyEarly() bool { return r.isCrunBefore(26) }
+
+// needsHooksToRead reports whether the runtime fails if a hook ends without reading its input: crun
+// before 1.17 (https://github.com/containers/crun/pull/1553).
+func (r ociRuntime) needsHooksToRead() bool { return r.isCrunBefore(17) }
+
+func (r ociRuntime) isCrunBefore(minor int) bool {
+	return r.name == "crun" && (r.major < 1 || r.major == 1 && r.minor < minor)
 }
+
+// mountsNodes reports whether the runtime mounts device nodes from the host's /dev into a container
+// with a user namespace: runc, and crun before 1.8. Otherwise it creates them, and they belong to
+// the container's user.
+func (r ociRuntime) mountsNodes() bool { return r.name == "runc" || r.isCrunBefore(8) }

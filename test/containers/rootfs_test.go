@@ -6,12 +6,35 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 )
 
 // programs are what the containers run in addition to the driver's programs.
-var programs = []string{"/bin/bash", "/sbin/ldconfig", "/bin/cat", "/bin/grep", "/bin/mkdir", "/usr/bin/id"}
+var programs = []string{"/bin/bash", "/sbin/ldconfig", "/bin/cat", "/bin/grep", "/bin/mkdir", "/usr/bin/id", "/usr/bin/stat"}
+
+// image has the files of a container by the user who owns them.
+type image map[int]string
+
+// newImage returns an image with the libraries that other programs need.
+func newImage(t *testing.T, other ...string) image {
+	t.Helper()
+	dir := openDir(t)
+	i := image{}
+	for _, owner := range []int{0, mappedRoot} {
+		i[owner] = filepath.Join(dir, strconv.Itoa(owner))
+		makeRootfs(t, i[owner], owner, other...)
+	}
+	return i
+}
+
+// unpack makes the folder root with the image's files. They are links, since runtimes and hooks
+// replace files and write into none.
+func (i image) unpack(t *testing.T, root string, owner int) {
+	t.Helper()
+	must(t, exec.CommandContext(t.Context(), "cp", "-a", "--link", i[owner], root).Run())
+}
 
 // makeRootfs fills the folder root with what a Debian image has: its loader, C library, ldd, and
 // programs with the libraries that they and other need. All files belong to the user owner, who is
