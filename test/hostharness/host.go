@@ -37,9 +37,9 @@ const (
 // GPUs.
 type Simulator struct {
 	// plugin is the path of gpu-kubelet-plugin.
-	plugin  string
-	library string
-	models  map[string]*model.GPU
+	plugin string
+	nvml   string
+	models map[string]*model.GPU
 }
 
 // NewSimulator builds the programs.
@@ -49,7 +49,7 @@ func NewSimulator(t *testing.T) Simulator {
 	build(t, "go", "build", "-o", s.plugin, "./cmd/gpu-kubelet-plugin")
 	build(t, "make", "-s", "-C", "test/nvmlsim", "library")
 	var err error
-	if s.library, err = filepath.Abs(filepath.Join(repository, "build/nvmlsim/libnvidia-ml.so.1")); err != nil {
+	if s.nvml, err = filepath.Abs(filepath.Join(repository, "build/nvmlsim/libnvidia-ml.so.1")); err != nil {
 		t.Fatal(err)
 	}
 	if s.models, err = model.ReadGPUs(filepath.Join(repository, "test/nvmlsim/models")); err != nil {
@@ -85,9 +85,9 @@ func (s Simulator) NewHost(t *testing.T, dir string, root driverzoo.Root, node *
 	standIn := func(name string) string {
 		base, _, _ := strings.Cut(name, ".so.")
 		if base == "libnvidia-ml" {
-			return s.library
+			return s.nvml
 		}
-		file := filepath.Join(filepath.Dir(s.library), "standin", base+".so.1")
+		file := filepath.Join(filepath.Dir(s.nvml), "standin", base+".so.1")
 		if _, err := os.Stat(file); err != nil {
 			return ""
 		}
@@ -100,7 +100,7 @@ func (s Simulator) NewHost(t *testing.T, dir string, root driverzoo.Root, node *
 	node.DRMNodes = root.Devices.DRMMode != ""
 	_, err := layout.Up(layout.Options{
 		Root: filepath.Join(h.Dir, "sim"), Models: s.models, Seed: seed, Config: layout.Config{Kind: layout.Host, Node: node, Dev: dev},
-		Sources: layout.Sources{Library: s.library},
+		Sources: layout.Sources{Library: s.nvml},
 	})
 	h.must(err)
 	h.must(errors.Join(os.Symlink("sim/proc", filepath.Join(h.Dir, "proc")), os.Symlink("sim/sys", filepath.Join(h.Dir, "sys"))))

@@ -106,7 +106,7 @@ func (s *visit) checkAll(ctx context.Context, places []place, empty []string) {
 		return
 	}
 	s.checkLibraries()
-	s.ask(ctx, s.libraryQuestions())
+	s.ask(ctx, s.nvmlQuestions())
 	// The watcher runs until the end, as the plugin's does. It keeps the GPUs open, so that the other
 	// programs do not wait seconds for each of them.
 	w := s.attachWatcher(ctx)

@@ -178,9 +178,9 @@ func describe(path string) string {
 	return b.String()
 }
 
-// libraryQuestions ask which functions the driver's NVML library exports. The plugin's program
+// nvmlQuestions ask which functions the driver's NVML library exports. The plugin's program
 // names all functions that go-nvml can call.
-func (s *visit) libraryQuestions() []question {
+func (s *visit) nvmlQuestions() []question {
 	return []question{{name: "the names that the NVML library exports", ask: func(context.Context) (string, error) {
 		has, err := nvmlSymbols(s.report.Driver.Library)
 		if err != nil {
